@@ -1,0 +1,104 @@
+"""GPTQ on NVFP4: round one column, move its error onto the columns still to come.
+
+W [N, K] weight, rows are outputs   H [K, K] input second moment   U upper factor of H^-1   p the solving order
+
+    e_j = (w_j - q_j) / U_jj         w_l -= e_j U_jl  for l after j         loss = sum_j |e_j|^2
+
+Scales are chosen once, on the original weights, and belong to original columns: only the order of solving changes
+("static act-order"), so the file needs no permutation. Columns go in order of falling diag(H), so that the inputs
+that matter most are rounded while the most columns can still make up for it.
+Source: GPTQ (Frantar et al., 2022); static groups and act-order as in its authors' code.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soar_prep.fouroversix.blocks import BLOCK, share_of_fours, tensor_scale_for
+from soar_prep.fouroversix.e2m1 import encode_e2m1, pack_codes, round_to_e2m1
+from soar_prep.fouroversix.tensor import NVFP4Tensor, quantize_to_nvfp4
+from soar_prep.gptq.hessian import damped_diagonal, factorize
+from soar_prep.settings import Method, Quantize
+
+LAZY_COLUMNS = 128  # columns whose errors reach the rest of the matrix in one product
+
+
+@dataclass(frozen=True)
+class Solved:
+    """One linear: its NVFP4 weight and how it went."""
+
+    weight: NVFP4Tensor
+    method: str
+    damping: float | None
+    relative_error: float  # tr(D H D^T) / tr(W H W^T), D = W - Q: the share of output energy lost
+    share_of_fours: float
+
+
+def solve_group(weights: dict[str, Tensor], hessian: Tensor, settings: Quantize) -> dict[str, Solved]:
+    """Quantize linears that share one input: weights [N_i, K] by name, hessian fp32 [K, K]."""
+    stacked = torch.cat([weight.float() for weight in weights.values()])
+    tensor_scale = tensor_scale_for(stacked.abs().max(), settings.scale_rule, settings.power_of_two)
+    diagonal = damped_diagonal(hessian, settings.damping)
+    quantized = quantize_to_nvfp4(stacked, tensor_scale, settings.scale_rule, settings.scale_error, diagonal)
+    damping = None
+    if settings.method is Method.gptq:
+        order = torch.argsort(diagonal, descending=True, stable=True) if settings.act_order else None
+        quantized, damping = solve(stacked, hessian, quantized.block_scales, tensor_scale, settings.damping, order)
+    difference = stacked - quantized.dequantize()
+    lost = ((difference @ hessian) * difference).sum(dim=1)
+    whole = ((stacked @ hessian) * stacked).sum(dim=1)
+
+    solved, start = {}, 0
+    for name, weight in weights.items():
+        rows = slice(start, start + len(weight))
+        start += len(weight)
+        part = NVFP4Tensor(quantized.codes[rows], quantized.block_scales[rows], tensor_scale)
+        solved[name] = Solved(
+            weight=part,
+            method=settings.method.value,
+            damping=damping,
+            relative_error=(lost[rows].sum() / whole[rows].sum().clamp(min=1e-30)).item(),
+            share_of_fours=share_of_fours(stacked[rows], part.block_scales, tensor_scale),
+        )
+    return solved
+
+
+def solve(
+    weight: Tensor,
+    hessian: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    damping: float,
+    order: Tensor | None = None,
+) -> tuple[NVFP4Tensor, float]:
+    """GPTQ of weight fp32 [N, K] under given scales; also the damping that the factor took.
+
+    order: int64 [K], the columns in solving order; None keeps them as they are.
+    """
+    columns = weight.shape[1]
+    order = torch.arange(columns, device=weight.device) if order is None else order
+    factor = factorize(hessian[order][:, order], damping)
+    scales = block_scales.float().T[order // BLOCK]  # [K, N], in solving order like all below
+    values = round_columns(weight.T[order].contiguous(), scales, tensor_scale, factor.upper)
+    codes = torch.empty(columns, len(weight), dtype=torch.uint8, device=weight.device)
+    codes[order] = encode_e2m1(values)
+    return NVFP4Tensor(pack_codes(codes.T.contiguous()), block_scales, tensor_scale), factor.damping
+
+
+def round_columns(w: Tensor, scales: Tensor, tensor_scale: Tensor, upper: Tensor) -> Tensor:
+    """The GPTQ loop. All column-major: w fp32 [K, N] (overwritten), scales fp32 [K, N], upper fp32 [K, K].
+
+    Returns E2M1 values, fp32 [K, N].
+    """
+    values = torch.empty_like(w)
+    reciprocals, steps = 1 / (tensor_scale * scales), scales * tensor_scale
+    for start in range(0, len(w), LAZY_COLUMNS):
+        stop = min(start + LAZY_COLUMNS, len(w))
+        errors = torch.empty(stop - start, w.shape[1], device=w.device)
+        for j in range(start, stop):
+            values[j] = round_to_e2m1(w[j] * reciprocals[j])
+            errors[j - start] = (w[j] - values[j] * steps[j]) / upper[j, j]
+            w[j + 1 : stop].addr_(upper[j, j + 1 : stop], errors[j - start], alpha=-1)
+        w[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
+    return values

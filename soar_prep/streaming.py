@@ -1,0 +1,206 @@
+"""A causal LM run one decoder layer at a time, so that a model larger than the machine's memory can be prepared.
+
+The model is built without weights; embeddings, last norm and head are loaded once, a decoder layer when it is asked
+for. To learn what a model passes to its layers, its own forward runs with the layers passing their input through, so
+nothing here knows how a model scales its embeddings, builds its masks or caps its logits.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from soar_prep.checkpoint import Checkpoint
+from soar_prep.errors import UserError
+from soar_prep.fouroversix.tensor import round_activations
+from soar_prep.layouts import from_tensors
+from soar_prep.settings import Compute
+
+
+class StreamedModel:
+    """The decoder of a checkpoint, BF16 or NVFP4, layer by layer. Batches start at position 0 and attend causally."""
+
+    def __init__(self, checkpoint: Checkpoint, compute: Compute, trust_remote_code: bool = False):
+        self.checkpoint = checkpoint
+        self.device = pick_device(compute)
+        self.dtype = pick_dtype(compute, self.device)
+        self.model = build_without_weights(checkpoint, trust_remote_code)
+        self.layers_name, self.layers = find_decoder_layers(self.model)
+        self.hidden_size: int = self.model.config.get_text_config().hidden_size
+        self._load_all_but_layers()
+        self._arguments: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+        self._layer_returns_tuple = False
+
+    def _load_all_but_layers(self) -> None:
+        names = [name for name in self.model.state_dict() if not name.startswith(self.layers_name + ".")]
+        tied = set(self.model.all_tied_weights_keys)
+        present = [name for name in names if name not in tied or name in self.checkpoint]
+        self.model.load_state_dict(self._read(present, prefix=""), strict=False, assign=True)
+        self.model.tie_weights()
+        for name, module in self.model.named_modules():
+            if not name.startswith(self.layers_name + "."):
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    tensor.data = tensor.data.to(self.device)
+
+    def _read(self, names: list[str], prefix: str) -> dict[str, Tensor]:
+        """Dense tensors under `prefix`; names are relative to it. UserError for one that the checkpoint lacks."""
+        tensors = {}
+        for name in names:
+            quantized = from_tensors((prefix + name).removesuffix(".weight"), self.checkpoint)
+            if quantized is not None:
+                tensors[name] = quantized.weight.to(self.device).dequantize(self.dtype)
+            elif prefix + name in self.checkpoint:
+                tensor = self.checkpoint[prefix + name].to(self.device)
+                tensors[name] = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            else:
+                raise UserError(
+                    f"{self.checkpoint.directory}: tensor {prefix + name} is missing, which "
+                    f"{type(self.model).__name__} needs; is the download complete?"
+                )
+        return tensors
+
+    def layer_prefix(self, index: int) -> str:
+        return f"{self.layers_name}.{index}."
+
+    def load_layer(self, index: int) -> nn.Module:
+        """Decoder layer `index` with its weights on the device; drop it to free them."""
+        layer = copy.deepcopy(self.layers[index])
+        layer.load_state_dict(self._read(list(layer.state_dict()), self.layer_prefix(index)), assign=True)
+        return layer.to(self.device).eval().requires_grad_(False)
+
+    def input_scales(self, index: int) -> dict[str, Tensor]:
+        """Static activation scales of a quantized checkpoint's layer, by linear."""
+        prefix = self.layer_prefix(index)
+        scales = {}
+        for name in linears_of(self.layers[index]):
+            quantized = from_tensors(prefix + name, self.checkpoint)
+            if quantized is not None and quantized.input_scale is not None:
+                scales[name] = quantized.input_scale.to(self.device)
+        return scales
+
+    @torch.no_grad()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """What the first decoder layer is given: token_ids int64 [B, T] -> hidden [B, T, D]."""
+        return self._layer_calls(token_ids)[0][0]
+
+    @torch.no_grad()
+    def run_layer(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """One decoder layer: hidden [B, T, D] in and out, on the device."""
+        shape = tuple(hidden.shape[:2])
+        if shape not in self._arguments:
+            calls = self._layer_calls(torch.zeros(shape, dtype=torch.long))
+            self._arguments[shape] = [arguments for _, arguments in calls]
+        output = layer(hidden, **self._arguments[shape][index])
+        return output[0] if isinstance(output, tuple) else output
+
+    @torch.no_grad()
+    def logits(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """fp32 logits [B, T, V] from the last layer's output hidden [B, T, D], by the model's own norm and head."""
+        with self._passing_through([], answer=hidden.to(self.device, self.dtype)):
+            return self.model(input_ids=token_ids.to(self.device), use_cache=False).logits.float()
+
+    def _layer_calls(self, token_ids: Tensor) -> list[tuple[Tensor, dict[str, Any]]]:
+        """(hidden, other arguments) with which the model calls each of its layers."""
+        calls: list[tuple[Tensor, dict[str, Any]]] = []
+        with self._passing_through(calls):
+            output = self.model.base_model(input_ids=token_ids.to(self.device), use_cache=False)
+        if output[0].ndim != 3 and not self._layer_returns_tuple:
+            # The model indexed what its layer answered: it expects a tuple, and took the batch axis off a tensor.
+            self._layer_returns_tuple = True
+            return self._layer_calls(token_ids)
+        return calls
+
+    @contextmanager
+    def _passing_through(
+        self, calls: list[tuple[Tensor, dict[str, Any]]], answer: Tensor | None = None
+    ) -> Iterator[None]:
+        """While this lasts every decoder layer notes its call and returns its input, or `answer` if given."""
+
+        def forward(parameters: list[str], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            calls.append((hidden, dict(zip(parameters, args, strict=False)) | kwargs))
+            output = hidden if answer is None else answer
+            return (output,) if self._layer_returns_tuple else output
+
+        try:
+            for layer in self.layers:
+                _, *parameters = inspect.signature(type(layer).forward).parameters
+                layer.forward = partial(forward, parameters[1:])
+            yield
+        finally:
+            for layer in self.layers:
+                layer.__dict__.pop("forward", None)
+
+
+@contextmanager
+def quantized_inputs(layer: nn.Module, input_scales: dict[str, Tensor]) -> Iterator[None]:
+    """While this lasts the named linears of `layer` see their inputs rounded to NVFP4 (W4A4)."""
+    handles = [
+        layer.get_submodule(name).register_forward_pre_hook(
+            lambda _module, args, scale=scale: (round_activations(args[0], scale), *args[1:])
+        )
+        for name, scale in input_scales.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def build_without_weights(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a directory's config.json: parameters on the meta device, computed buffers real."""
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=trust_remote_code)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, ImportError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{checkpoint.directory}: not a causal LM that transformers can build: {reason}") from None
+    return model.eval().requires_grad_(False)
+
+
+def find_decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Name and modules of the decoder layers: the one ModuleList as long as config.num_hidden_layers."""
+    count = model.config.get_text_config().num_hidden_layers
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(found) != 1:
+        names = ", ".join(name for name, _ in found) or "none"
+        raise UserError(
+            f"{type(model).__name__}: expected one list of {count} decoder layers, found {names}; "
+            "only decoders with a single stack of layers are supported"
+        )
+    return found[0]
+
+
+def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
+    return {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+
+
+def pick_device(compute: Compute) -> torch.device:
+    if compute.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(compute.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"compute.device={compute.device}: not usable here ({reason}); try compute.device=auto") from None
+    return device
+
+
+def pick_dtype(compute: Compute, device: torch.device) -> torch.dtype:
+    if compute.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, compute.dtype, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UserError(f"compute.dtype={compute.dtype}: expected auto, float32, bfloat16 or float16")
+    return dtype
