@@ -97,7 +97,9 @@ class Checkpoint:
             for name in shard.keys():
                 tensor = shard.get_tensor(name)
                 if tensor.is_floating_point() and not has_only_finite(tensor):
-                    raise UserError(f"{name} in {self.directory / file}: holds NaN or infinity; the weights are damaged")
+                    raise UserError(
+                        f"{name} in {self.directory / file}: holds NaN or infinity; the weights are damaged"
+                    )
         return sha256(self.directory / file)
 
 
@@ -128,17 +130,20 @@ class PartialOutput:
         self.output = output
         self.directory = output.with_name(output.name + ".partial")
         self.parts = parts
-        if output.exists():
-            raise UserError(f"output={output}: exists already; choose another directory or remove it")
+        refuse_existing(output)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.directory / "lock", "w")
         except OSError as error:
-            raise UserError(f"output={output}: cannot be written ({error.strerror}); choose another directory") from None
+            raise UserError(
+                f"output={output}: cannot be written ({error.strerror}); choose another directory"
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"output={output}: another run is writing {self.directory}; wait for it or stop it") from None
+            raise UserError(
+                f"output={output}: another run is writing {self.directory}; wait for it or stop it"
+            ) from None
         self._keep_or_check_identity(identity)
 
     def _keep_or_check_identity(self, identity: dict[str, Any]) -> None:
@@ -199,14 +204,21 @@ class PartialOutput:
         write_json(self.directory / INDEX, index)
         write_json(self.directory / "config.json", config)
 
+    def add_json(self, name: str, content: dict[str, Any]) -> None:
+        write_json(self.directory / name, content)
+
     def finish(self) -> None:
         """Drop what only a resume needs and give the directory its final name."""
+        refuse_existing(self.output)
         for path in [*self.directory.glob("part-*.json"), self.directory / "identity.json", self.directory / "lock"]:
             path.unlink()
-        if self.output.exists():
-            raise UserError(f"output={self.output}: appeared during the run; the result is in {self.directory}")
         os.rename(self.directory, self.output)
         self._lock.close()
+
+
+def refuse_existing(output: Path) -> None:
+    if output.exists():
+        raise UserError(f"output={output}: exists already; choose another directory or remove it")
 
 
 def has_only_finite(tensor: Tensor) -> bool:

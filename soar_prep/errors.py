@@ -1,8 +1,9 @@
-"""The one exception a user can cause."""
+"""The two exceptions that are no programming mistake; the command line prints one line for each."""
 
 
 class UserError(Exception):
-    """Something the user can mend: one line that names the thing, its value, what was expected and the remedy.
+    """Something the user can mend: names the thing, its value, what was expected and the remedy. Exit code 2."""
 
-    The command line prints it and exits with code 2.
-    """
+
+class GateError(Exception):
+    """The result is worse than the user allowed. Exit code 3."""

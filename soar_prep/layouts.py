@@ -127,5 +127,3 @@ def is_weight_only(config: dict[str, Any]) -> bool:
     return quantization.get("quant_algo") == "W4A16_NVFP4" or (
         bool(groups) and all(group.get("input_activations") is None for group in groups)
     )
-
-

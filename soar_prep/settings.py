@@ -184,3 +184,14 @@ def manual(settings: type, prefix: str = "") -> str:
         lines.append(f"  {prefix}{f.name}={shown}" + (f"   [{range_text(f)}]" if range_text(f) else ""))
         lines.append(f"      {f.metadata['text']}")
     return "\n".join(lines)
+
+
+def option_names(settings: type, prefix: str = "") -> list[str]:
+    """Dotted names of all options of a settings class."""
+    names: list[str] = []
+    for f in fields(settings):
+        default = f.default if f.default is not NO_DEFAULT else f.default_factory()  # type: ignore[misc]
+        names.append(prefix + f.name)
+        if is_dataclass(default):
+            names += option_names(type(default), f"{prefix}{f.name}.")
+    return names

@@ -7,8 +7,8 @@ nothing here knows how a model scales its embeddings, builds its masks or caps i
 
 import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,16 +33,18 @@ class StreamedModel:
         self.dtype = pick_dtype(compute, self.device)
         self.model = build_without_weights(checkpoint, trust_remote_code)
         self.layers_name, self.layers = find_decoder_layers(self.model)
-        self.hidden_size: int = self.model.config.get_text_config().hidden_size
+        text_config = self.model.config.get_text_config()
+        self.hidden_size: int = text_config.hidden_size
+        self.context: int = text_config.max_position_embeddings
         self._load_all_but_layers()
         self._arguments: dict[tuple[int, ...], list[dict[str, Any]]] = {}
         self._layer_returns_tuple = False
 
     def _load_all_but_layers(self) -> None:
         names = [name for name in self.model.state_dict() if not name.startswith(self.layers_name + ".")]
-        tied = set(self.model.all_tied_weights_keys)
-        present = [name for name in names if name not in tied or name in self.checkpoint]
-        self.model.load_state_dict(self._read(present, prefix=""), strict=False, assign=True)
+        tied = self.tied_names()
+        own = [name for name in names if name not in tied]
+        self.model.load_state_dict(self._read(own, prefix=""), strict=False, assign=True)
         self.model.tie_weights()
         for name, module in self.model.named_modules():
             if not name.startswith(self.layers_name + "."):
@@ -65,6 +67,10 @@ class StreamedModel:
                     f"{type(self.model).__name__} needs; is the download complete?"
                 )
         return tensors
+
+    def tied_names(self) -> set[str]:
+        """Parameters that are another one under a second name, such as a head tied to the embeddings."""
+        return set(self.model.all_tied_weights_keys)
 
     def layer_prefix(self, index: int) -> str:
         return f"{self.layers_name}.{index}."
@@ -139,19 +145,24 @@ class StreamedModel:
 
 
 @contextmanager
-def quantized_inputs(layer: nn.Module, input_scales: dict[str, Tensor]) -> Iterator[None]:
-    """While this lasts the named linears of `layer` see their inputs rounded to NVFP4 (W4A4)."""
-    handles = [
-        layer.get_submodule(name).register_forward_pre_hook(
-            lambda _module, args, scale=scale: (round_activations(args[0], scale), *args[1:])
-        )
-        for name, scale in input_scales.items()
-    ]
-    try:
+def watching_inputs(layer: nn.Module, watchers: dict[str, Callable[[Tensor], Tensor | None]]) -> Iterator[None]:
+    """While this lasts each named linear's input goes to its watcher, which may answer another tensor to use."""
+    with ExitStack() as stack:
+        for name, watch in watchers.items():
+            hook = partial(_watch, watch)
+            stack.callback(layer.get_submodule(name).register_forward_pre_hook(hook).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _watch(watch: Callable[[Tensor], Tensor | None], _module: nn.Module, arguments: tuple[Tensor]) -> Tensor | None:
+    return watch(arguments[0])
+
+
+def quantized_inputs(layer: nn.Module, input_scales: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """While this lasts the named linears see their inputs rounded to NVFP4 (W4A4); scales fp32 []."""
+    return watching_inputs(
+        layer, {name: partial(round_activations, input_scale=scale) for name, scale in input_scales.items()}
+    )
 
 
 def build_without_weights(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedModel:
@@ -193,7 +204,9 @@ def pick_device(compute: Compute) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"compute.device={compute.device}: not usable here ({reason}); try compute.device=auto") from None
+        raise UserError(
+            f"compute.device={compute.device}: not usable here ({reason}); try compute.device=auto"
+        ) from None
     return device
 
 

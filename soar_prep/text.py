@@ -51,6 +51,10 @@ class Windows:
             digest.update(ids[mask].numpy().astype("<i8").tobytes() + b"|")
         return digest.hexdigest()
 
+    def facts(self) -> dict[str, Any]:
+        """What run.json keeps of the text: enough to tell whether two runs saw the same."""
+        return {"samples": len(self), "tokens": self.n_tokens, "truncated": self.truncated, "sha256": self.sha256()}
+
     def batches(self, tokens: int) -> Iterator[slice]:
         """Slices of windows that hold at most `tokens` tokens, padding included (one window at the least)."""
         size = max(1, tokens // self.token_ids.shape[1])
@@ -58,15 +62,26 @@ class Windows:
             yield slice(start, min(start + size, len(self)))
 
 
-def load_windows(settings: Text, tokenizer: Any, context: int, held_out: bool = False) -> Windows:
-    """Windows of the configured text. UserError names the file, the line and the remedy.
+def load_tokenizer(directory: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
 
-    context: the longest sequence the model takes, tokens. held_out picks the other part of the builtin text.
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{directory}: no tokenizer that transformers can load ({reason})") from None
+
+
+def load_windows(settings: Text, tokenizer: Any, context: int, name: str, held_out: bool = False) -> Windows:
+    """Windows of the configured text. UserError names the option, the file, the line and the remedy.
+
+    context: the longest sequence the model takes, tokens. name: the option group, for messages. held_out picks the
+    other part of the builtin text.
     """
     if settings.length > context:
-        raise UserError(f"length={settings.length}: the model's context is {context} tokens; choose at most that")
+        raise UserError(f"{name}.length={settings.length}: the model's context is {context} tokens; give at most that")
     if settings.source is not TextSource.builtin and not settings.path:
-        raise UserError(f"source={settings.source.value}: needs a file or dataset, path=...")
+        raise UserError(f"{name}.source={settings.source.value}: needs a file or a dataset id, {name}.path=...")
     if settings.source is TextSource.tokens:
         return read_token_file(Path(str(settings.path)), settings)
     if settings.source is TextSource.chat:
@@ -138,14 +153,18 @@ def conversation(where: str, row: dict[str, Any]) -> list[dict[str, str]]:
     """Role and content of each turn, from `messages` (role, content) or `conversations` (from, value)."""
     turns = row.get("messages", row.get("conversations"))
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"{where}: expected a list `messages` of {{role, content}} or `conversations` of {{from, value}}")
+        raise UserError(
+            f"{where}: expected a list `messages` of {{role, content}} or `conversations` of {{from, value}}"
+        )
     result = []
     for turn in turns:
         role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
         content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
         if role not in ROLES or not isinstance(content, str):
-            raise UserError(f"{where}: a turn with role {role!r} and content {str(content)[:40]!r}; expected "
-                            f"one of {', '.join(sorted(ROLES))} and a string")
+            raise UserError(
+                f"{where}: a turn with role {role!r} and content {str(content)[:40]!r}; expected "
+                f"one of {', '.join(sorted(ROLES))} and a string"
+            )
         result.append({"role": ROLES[role], "content": content})
     return result
 

@@ -39,7 +39,9 @@ def tensor_scale_for(largest: Tensor, rule: ScaleRule, power_of_two: bool) -> Te
     e2m1 * s * t is exact in bf16. Rounded up, because rounded down the largest block scale would overflow.
     """
     top = E4M3_MAX if rule is ScaleRule.six else E4M3_HEADROOM_MAX
-    scale = (1 / (E2M1_MAX * top / largest.float())).clamp(min=SMALLEST_TENSOR_SCALE)
+    # A division of tensors: `number / tensor` in torch multiplies by a rounded reciprocal.
+    scale = 1 / (torch.full_like(largest, E2M1_MAX * top, dtype=torch.float32) / largest)
+    scale = scale.clamp(min=SMALLEST_TENSOR_SCALE)
     if power_of_two:
         mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))

@@ -28,7 +28,7 @@ class InputStatistics:
 
     def add(self, x: Tensor, mask: Tensor) -> None:
         """x [B, T, K] in the layer's dtype; mask bool [B, T] on x's device, True on real tokens."""
-        self._largest.append((x.abs().amax(dim=-1) * mask).amax(dim=-1).float())
+        self._largest.append(x.abs().amax(dim=-1).masked_fill(~mask, 0).amax(dim=-1).float())
         rows = x[mask]
         self.tokens += len(rows)
         add_lower_triangle(self.sum, rows)

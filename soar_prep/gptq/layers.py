@@ -4,16 +4,16 @@ Linears with a common input (q, k, v and any gates; gate and up) are solved toge
 tensor scale and one input scale. Servers that fuse such linears at load need exactly that, whichever they fuse.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from soar_prep.errors import UserError
 from soar_prep.fouroversix.blocks import BLOCK
-from soar_prep.streaming import linears_of
+from soar_prep.streaming import StreamedModel, linears_of, watching_inputs
 
 
 @dataclass(frozen=True)
@@ -24,30 +24,31 @@ class LayerPlan:
     kept: dict[str, str]
 
 
-def plan_layer(layer: nn.Module, prefix: str, keep_patterns: list[str], run: Callable[[], object]) -> LayerPlan:
-    """Plan one decoder layer; `run` runs it once, on any input, to see which linears are given the same tensor.
+def plan_layer(model: StreamedModel, index: int, layer: nn.Module, keep_patterns: list[str]) -> LayerPlan:
+    """Plan one decoder layer; runs it once on a few tokens to see which linears are given the same tensor.
 
-    prefix: the layer's full name with a dot, for the patterns. UserError if nothing is left to quantize.
+    keep_patterns: globs over full module names. UserError for experts fused into one tensor.
     """
+    prefix = model.layer_prefix(index)
     kept: dict[str, str] = {}
-    wanted: dict[str, nn.Linear] = {}
+    wanted: list[str] = []
     for name, linear in linears_of(layer).items():
         if any(fnmatchcase(prefix + name, pattern) for pattern in keep_patterns):
             kept[name] = "keep_unquantized"
         elif linear.in_features % BLOCK:
             kept[name] = f"{linear.in_features} input columns do not divide into blocks of {BLOCK}"
         else:
-            wanted[name] = linear
+            wanted.append(name)
     refuse_fused_experts(layer, prefix)
-    return LayerPlan(group_by_input(wanted, run), kept)
+    return LayerPlan(group_by_input(model, index, layer, wanted), kept)
 
 
-def group_by_input(linears: dict[str, nn.Linear], run: Callable[[], object]) -> list[tuple[str, ...]]:
-    """Names of linears that `run` feeds the very same tensor, in the order of their first call."""
+def group_by_input(model: StreamedModel, index: int, layer: nn.Module, names: list[str]) -> list[tuple[str, ...]]:
+    """Names of linears that the layer feeds the very same tensor, in the order of their first call."""
     inputs: list[Tensor] = []
     groups: list[list[str]] = []
 
-    def note(name: str, x: Tensor) -> None:
+    def note(x: Tensor, name: str) -> None:
         for seen, group in zip(inputs, groups, strict=True):
             if seen is x:
                 group.append(name)
@@ -55,11 +56,8 @@ def group_by_input(linears: dict[str, nn.Linear], run: Callable[[], object]) -> 
         inputs.append(x)
         groups.append([name])
 
-    with ExitStack() as stack:
-        for name, linear in linears.items():
-            handle = linear.register_forward_pre_hook(lambda _module, args, name=name: note(name, args[0]))
-            stack.callback(handle.remove)
-        run()
+    with watching_inputs(layer, {name: partial(note, name=name) for name in names}):
+        model.run_layer(index, layer, torch.zeros(1, 2, model.hidden_size, device=model.device, dtype=model.dtype))
     return [tuple(group) for group in groups]
 
 

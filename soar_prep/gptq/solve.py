@@ -11,6 +11,7 @@ Source: GPTQ (Frantar et al., 2022); static groups and act-order as in its autho
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,15 @@ class Solved:
     damping: float | None
     relative_error: float  # tr(D H D^T) / tr(W H W^T), D = W - Q: the share of output energy lost
     share_of_fours: float
+
+    def facts(self) -> dict[str, Any]:
+        """All but the weight, as JSON types."""
+        return {
+            "method": self.method,
+            "damping": self.damping,
+            "relative_error": self.relative_error,
+            "share_of_fours": self.share_of_fours,
+        }
 
 
 def solve_group(weights: dict[str, Tensor], hessian: Tensor, settings: Quantize) -> dict[str, Solved]:

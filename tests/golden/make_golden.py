@@ -3,7 +3,7 @@
 Run by hand; the tests only read its outputs. Everything runs on a CPU. In a fresh Python 3.11 environment:
 
     pip install torch==2.13.0 setuptools wheel
-    pip install transformers==5.17.0 compressed-tensors==0.19.0 safetensors==0.8.0 accelerate datasets loguru \
+    pip install transformers==5.17.0 compressed-tensors==0.19.0 safetensors==0.8.0 accelerate datasets loguru requests \
         nvidia-ml-py pillow scipy ninja omegaconf "pulp<4" rich regex pydantic
     pip install --no-deps llmcompressor==0.14.0.1 nvidia-modelopt==0.47.0
     SKIP_CUDA_BUILD=1 pip install --no-deps --no-build-isolation fouroversix==1.0.5

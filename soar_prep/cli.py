@@ -1,0 +1,191 @@
+"""soar-prep <command> option=value ...: pick the command, compose its settings, call one function."""
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from soar_prep.errors import GateError, UserError
+from soar_prep.settings import Compute, Quantize, Verify, manual, option_names
+
+BAD_INPUT, BAD_QUALITY, INTERRUPTED = 2, 3, 130
+
+
+@dataclass(frozen=True)
+class Command:
+    settings: type
+    run: Callable[[Any], None]
+    summary: str
+    example: str
+
+
+def run_quantize(settings: Quantize) -> None:
+    from soar_prep.gptq.quantize import quantize  # after the settings are known to be right: this imports torch
+
+    prepare(settings.compute)
+    output = quantize(settings)
+    print(f"wrote {output}\nreport: {output / 'report.html'}\ncheck it again: soar-prep verify {output}")
+
+
+def run_verify(settings: Verify) -> None:
+    from soar_prep.verify import verify
+
+    prepare(settings.compute)
+    verify(settings)
+
+
+def prepare(compute: Compute) -> None:
+    import torch
+    import transformers
+
+    if compute.threads:
+        torch.set_num_threads(compute.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+COMMANDS = {
+    "quantize": Command(
+        Quantize,
+        run_quantize,
+        "a Hugging Face causal LM in, an NVFP4 checkpoint and its report out",
+        "soar-prep quantize model=HuggingFaceTB/SmolLM2-135M-Instruct output=out/smollm2-nvfp4\n"
+        "  soar-prep quantize model=/models/m output=/models/m-nvfp4 calibration=chat calibration.path=chats.jsonl",
+    ),
+    "verify": Command(
+        Verify,
+        run_verify,
+        "check an NVFP4 checkpoint: structure always, quality if a reference is given",
+        "soar-prep verify out/smollm2-nvfp4 reference=HuggingFaceTB/SmolLM2-135M-Instruct gate.max_kl=0.1",
+    ),
+}
+
+
+def main() -> int:
+    """Run one command; 0 well, 2 the user's input, 3 a result below the gate, 130 interrupted."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if arguments else BAD_INPUT
+    name = arguments[0]
+    if name not in COMMANDS:
+        return fail(f"{name}: no such command{suggestion(name, COMMANDS)}; there are {', '.join(COMMANDS)}")
+    try:
+        run_command(name, arguments[1:])
+    except UserError as error:
+        return fail(str(error))
+    except GateError as error:
+        print(f"soar-prep: {error}", file=sys.stderr)
+        return BAD_QUALITY
+    except (HydraException, OmegaConfBaseException) as error:
+        return fail(explain(error, COMMANDS[name].settings))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return fail(f"{where}{error.strerror or error}; finished layers are kept, the same command resumes")
+    except KeyboardInterrupt:
+        print("\nsoar-prep: interrupted; the same command resumes", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def run_command(name: str, overrides: list[str]) -> None:
+    command = COMMANDS[name]
+    if name == "verify" and overrides and "=" not in overrides[0] and not overrides[0].startswith("-"):
+        overrides = [f"directory={overrides[0]}", *overrides[1:]]
+    store = ConfigStore.instance()
+    store.store(name=f"{name}_schema", node=command.settings)
+    store.store(group="hydra/help", name=name, node={"app_name": "soar-prep", "template": manual_page(name)})
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors come through to `main`, which prints one line for each
+    sys.argv = [f"soar-prep {name}", *overrides]
+
+    failures: list[Exception] = []  # Hydra prints a preamble of its own for what a job raises
+
+    @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name=name)
+    def task(config: Any) -> None:
+        try:
+            refuse_unknown(config, option_names(command.settings))
+            missing = sorted(OmegaConf.missing_keys(config))
+            if missing:
+                raise UserError(f"{missing[0]}: required; for example {command.example.splitlines()[0]}")
+            command.run(OmegaConf.to_object(config))
+        except (UserError, GateError, OSError, OmegaConfBaseException) as error:
+            failures.append(error)
+
+    task()
+    if failures:
+        raise failures[0]
+
+
+def config_directory() -> Path:
+    """configs/ of the checkout if there is one, else the packaged copy; always absolute."""
+    here = Path(__file__).resolve().parent
+    checkout = here.parent / "configs"
+    return checkout if checkout.is_dir() else here / "configs"
+
+
+def overview() -> str:
+    lines = ["usage: soar-prep COMMAND option=value ...", ""]
+    lines += [f"  {name:12}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "soar-prep COMMAND --help lists every option."])
+
+
+def manual_page(name: str) -> str:
+    command = COMMANDS[name]
+    text = (
+        f"soar-prep {name}: {command.summary}\n\n  {command.example}\n\n"
+        f"Options, as option=default:\n\n{manual(command.settings)}\n\n"
+        "calibration=chat (builtin, text, tokens) and evaluation=... are short for their .source.\n"
+        "--cfg job prints the composed settings, --multirun runs every combination of comma-separated values.\n"
+        "Exit codes: 0 done, 2 bad input, 3 below gate.max_kl."
+    )
+    return text.replace("$", "$$")
+
+
+def refuse_unknown(config: Any, known: list[str], prefix: str = "") -> None:
+    """UserError for an option that no settings class has; `+name=value` gets past Hydra's own check."""
+    for key in config:
+        name = f"{prefix}{key}"
+        if name not in known:
+            raise UserError(f"{name}: no such option{suggestion(name, known)}; see --help")
+        if not OmegaConf.is_missing(config, key) and OmegaConf.is_dict(config[key]):
+            refuse_unknown(config[key], known, f"{name}.")
+
+
+def explain(error: Exception, settings: type) -> str:
+    """One line for an override that Hydra or OmegaConf refused."""
+    text = " ".join(f"{error} {error.__cause__ or ''}".split())
+    unknown = re.search(r"Could not override '([^']+)'", text)
+    if unknown:
+        key = unknown.group(1)
+        return f"{key}: no such option{suggestion(key, option_names(settings))}; see --help"
+    value = re.search(r"override (\S+=\S*) (.*?)(?: full_key:|$)", text)
+    if value:
+        return f"{value.group(1)}: {value.group(2)}; see --help"
+    group = re.search(r"Could not find '([^'/]+)/([^']+)' Available options in '[^']+': (.*?) Config search", text)
+    if group:
+        return f"{group.group(1)}={group.group(2)}: expected one of {group.group(3)}; see --help"
+    return f"{text}; see --help"
+
+
+def suggestion(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {close[0]}" if close else ""
+
+
+def fail(message: str) -> int:
+    print(f"soar-prep: {message}", file=sys.stderr)
+    return BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

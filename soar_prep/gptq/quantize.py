@@ -1,0 +1,256 @@
+"""The quantize road: every step from a Hugging Face directory to an NVFP4 checkpoint, in order."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soar_prep.checkpoint import Checkpoint, PartialOutput, find_model, refuse_existing
+from soar_prep.errors import UserError
+from soar_prep.fouroversix.tensor import input_scale_for
+from soar_prep.gptq.budget import plan_budget
+from soar_prep.gptq.hessian import InputStatistics
+from soar_prep.gptq.layers import LayerPlan, plan_layer
+from soar_prep.gptq.solve import solve_group
+from soar_prep.layouts import QuantizedWeight, from_tensors, quantization_config, side_configs, to_tensors
+from soar_prep.quality import Quality, check_gate, compare, last_hidden, quality_lines
+from soar_prep.report import Progress, environment, plain
+from soar_prep.report_page import write_page
+from soar_prep.settings import Quantize, Scheme
+from soar_prep.streaming import StreamedModel, linears_of, quantized_inputs, watching_inputs
+from soar_prep.text import Windows, load_tokenizer, load_windows
+
+
+@torch.no_grad()
+def quantize(settings: Quantize) -> Path:
+    """Quantize settings.model into settings.output and return that directory.
+
+    Raises UserError for anything the user can mend, most of it before heavy work. Interrupted, it resumes.
+    """
+    source = open_source(settings)
+    model = StreamedModel(source, settings.compute, settings.trust_remote_code)
+    windows, held_out = load_texts(settings, model)
+    hashes = source.check_and_hash()
+    first_plan = plan_layer(model, 0, model.load_layer(0), settings.keep_unquantized)
+    budget = plan_budget(settings, source, model, first_plan, windows)
+    print(*budget.lines(), sep="\n", flush=True)
+    budget.check()
+    output = PartialOutput(Path(settings.output), identity(settings, hashes, windows), parts=len(model.layers) + 1)
+    progress = Progress(output.directory, len(model.layers), "layer", settings.wandb, plain(settings))
+
+    if output.record(0) is None:
+        output.write(0, tensors_outside_layers(source, model), record={})
+    store = model.device if budget.keep_activations_on_gpu else torch.device("cpu")
+    batches = list(windows.batches(settings.compute.batch_tokens))
+    hidden = [model.embed(windows.token_ids[batch]).to(store) for batch in batches]
+    masks = [windows.mask[batch] for batch in batches]
+    records = []
+    for index in range(len(model.layers)):
+        layer = model.load_layer(index)
+        record = output.record(index + 1)
+        if record is None:
+            record, tensors = quantize_layer(source, model, index, layer, hidden, masks, settings)
+            output.write(index + 1, tensors, record)
+        tensors = output.read(index + 1)
+        input_scales = replace_weights(layer, model.layer_prefix(index), tensors, model.dtype)
+        if index + 1 < len(model.layers):
+            propagate(model, index, layer, input_scales if settings.scheme is Scheme.w4a4 else {}, hidden)
+        progress.step(*layer_figures(record))
+        records.append(record)
+    del hidden, layer
+
+    ignore = unquantized_linears(model, records)
+    output.complete(
+        source.config
+        | {"quantization_config": quantization_config(settings.export, ignore, settings.weight_only_config)},
+        source,
+        side_configs(settings.export, ignore, settings.weight_only_config),
+    )
+    quality = measure(source, output.directory, held_out, settings)
+    print(*quality_lines(quality), sep="\n", flush=True)
+    check_gate(quality[settings.scheme.value], settings.gate, output.directory)
+    facts = run_facts(settings, model.device, hashes, windows, held_out, records, quality)
+    facts |= {"source_bytes": source.size(), "output_bytes": Checkpoint(output.directory).size()}
+    output.add_json("run.json", facts)
+    write_page(output.directory / "report.html", facts, progress.elapsed())
+    progress.close({f"{scheme}_kl": q.kl for scheme, q in quality.items()})
+    output.finish()
+    return output.output
+
+
+def open_source(settings: Quantize) -> Checkpoint:
+    refuse_existing(Path(settings.output))
+    checkpoint = Checkpoint(find_model(settings.model))
+    if "quantization_config" in checkpoint.config:
+        method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
+        raise UserError(f"model={settings.model}: quantized already ({method}); give the BF16 or FP32 model")
+    architectures = checkpoint.config.get("architectures") or ["ForCausalLM"]
+    if not any("ForCausalLM" in name for name in architectures):
+        raise UserError(f"model={settings.model}: {architectures[0]} is not a causal LM; expected ...ForCausalLM")
+    return checkpoint
+
+
+def load_texts(settings: Quantize, model: StreamedModel) -> tuple[Windows, Windows]:
+    """Calibration and evaluation windows."""
+    tokenizer = load_tokenizer(model.checkpoint.directory, settings.trust_remote_code)
+    windows = load_windows(settings.calibration, tokenizer, model.context, "calibration")
+    held_out = load_windows(settings.evaluation, tokenizer, model.context, "evaluation", held_out=True)
+    wanted = settings.calibration.samples
+    print(
+        f"calibration: {len(windows)} of {wanted} windows, {windows.n_tokens} tokens, {windows.truncated} cut at "
+        f"{settings.calibration.length}; evaluation: {len(held_out)} windows, {held_out.n_tokens} tokens"
+    )
+    return windows, held_out
+
+
+def identity(settings: Quantize, hashes: dict[str, str], windows: Windows) -> dict[str, Any]:
+    """All that the written weights depend on: a resumed run must agree with it."""
+    chosen = plain(settings)
+    for name in ("model", "output", "evaluation", "gate", "wandb", "calibration"):
+        del chosen[name]
+    versions = environment(torch.device("cpu"))["packages"]
+    return chosen | {"model": hashes, "calibration": windows.sha256(), "versions": versions}
+
+
+def tensors_outside_layers(source: Checkpoint, model: StreamedModel) -> dict[str, Tensor]:
+    """Embeddings, last norm, head: as they are, but a head tied to the embeddings is not written a second time."""
+    names = [name for name in source.files if not name.startswith(model.layers_name + ".")]
+    tied = model.tied_names()
+    return {name: source[name] for name in names if name not in tied}
+
+
+def quantize_layer(
+    source: Checkpoint,
+    model: StreamedModel,
+    index: int,
+    layer: nn.Module,
+    hidden: list[Tensor],
+    masks: list[Tensor],
+    settings: Quantize,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Solve one decoder layer: its record for run.json, and all its tensors as the file will hold them.
+
+    hidden [B, T, D] and masks [B, T] are the layer's inputs, batch by batch, as the quantized layers before give them.
+    """
+    prefix = model.layer_prefix(index)
+    plan = plan_layer(model, index, layer, settings.keep_unquantized)
+    statistics = collect_statistics(model, index, layer, plan, hidden, masks)
+    tensors = {name: source[name] for name in source.names(prefix)}
+    record: dict[str, Any] = {"linears": {}, "kept": {prefix + name: reason for name, reason in plan.kept.items()}}
+    for group in plan.groups:
+        inputs = statistics.pop(group)
+        input_scale = input_scale_for(finite_largest(inputs, prefix + group[0]))
+        weights = {name: tensors.pop(f"{prefix}{name}.weight").to(model.device) for name in group}
+        for name, solved in solve_group(weights, inputs.hessian(), settings).items():
+            quantized = QuantizedWeight(solved.weight, None if settings.weight_only_config else input_scale)
+            tensors |= to_tensors(prefix + name, quantized, settings.export)
+            record["linears"][prefix + name] = solved.facts() | {"input_scale": input_scale.item()}
+    return record, tensors
+
+
+def collect_statistics(
+    model: StreamedModel,
+    index: int,
+    layer: nn.Module,
+    plan: LayerPlan,
+    hidden: list[Tensor],
+    masks: list[Tensor],
+) -> dict[tuple[str, ...], InputStatistics]:
+    """Run the layer on every batch and gather the Hessian of each shared input."""
+    columns = {group: linears_of(layer)[group[0]].in_features for group in plan.groups}
+    statistics = {group: InputStatistics(width, model.device) for group, width in columns.items()}
+    for h, mask in zip(hidden, masks, strict=True):
+        real = mask.to(model.device)
+        watchers = {group[0]: partial(statistics[group].add, mask=real) for group in plan.groups}
+        with watching_inputs(layer, watchers):
+            model.run_layer(index, layer, h.to(model.device))
+    return statistics
+
+
+def finite_largest(inputs: InputStatistics, module: str) -> Tensor:
+    """Largest input magnitude, fp32 []; UserError names module and sample if one is NaN or infinite."""
+    by_sample = inputs.largest_by_sample()
+    bad = (~torch.isfinite(by_sample)).nonzero()
+    if len(bad):
+        raise UserError(
+            f"{module}: NaN or infinite activations in calibration sample {bad[0].item()}; try compute.dtype=float32, "
+            "or leave that sample out"
+        )
+    return by_sample.max()
+
+
+def replace_weights(layer: nn.Module, prefix: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Put the written weights into the layer, dequantized; returns the activation scales by linear."""
+    input_scales = {}
+    for name, linear in linears_of(layer).items():
+        quantized = from_tensors(prefix + name, tensors)
+        if quantized is None:
+            continue
+        device = linear.weight.device
+        linear.weight.data = quantized.weight.to(device).dequantize(dtype)
+        if quantized.input_scale is not None:
+            input_scales[name] = quantized.input_scale.to(device)
+    return input_scales
+
+
+def propagate(
+    model: StreamedModel, index: int, layer: nn.Module, input_scales: dict[str, Tensor], hidden: list[Tensor]
+) -> None:
+    """Turn each batch of `hidden` into the quantized layer's output, in place in the list."""
+    with quantized_inputs(layer, input_scales):
+        for batch, h in enumerate(hidden):
+            hidden[batch] = model.run_layer(index, layer, h.to(model.device)).to(h.device)
+
+
+def unquantized_linears(model: StreamedModel, records: list[dict[str, Any]]) -> list[str]:
+    """Full names of all Linear modules that stay as they were, the head among them."""
+    quantized = {name for record in records for name in record["linears"]}
+    return [name for name in linears_of(model.model) if name not in quantized]
+
+
+def measure(source: Checkpoint, written: Path, held_out: Windows, settings: Quantize) -> dict[str, Quality]:
+    """Quality of the written files by scheme; both models are read from disk afresh."""
+    schemes = [Scheme.w4a16] if settings.weight_only_config else [Scheme.w4a16, Scheme.w4a4]
+    reference = StreamedModel(source, settings.compute, settings.trust_remote_code)
+    expected = last_hidden(reference, held_out, Scheme.w4a16, settings.compute.batch_tokens)
+    model = StreamedModel(Checkpoint(written), settings.compute, settings.trust_remote_code)
+    quality = {}
+    for scheme in schemes:
+        got = last_hidden(model, held_out, scheme, settings.compute.batch_tokens)
+        quality[scheme.value] = compare(model, held_out, expected, got)
+    return quality
+
+
+def layer_figures(record: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What progress keeps of a layer, and what it shows."""
+    linears = record["linears"].values()
+    if not linears:
+        return {"linears": {}}, "nothing to quantize"
+    error = sum(linear["relative_error"] for linear in linears) / len(linears)
+    fours = sum(linear["share_of_fours"] for linear in linears) / len(linears)
+    figures = {"relative_error": error, "share_of_fours": fours, "linears": record["linears"]}
+    return figures, f"error {error:.4f}, 4-blocks {fours:.0%}"
+
+
+def run_facts(
+    settings: Quantize,
+    device: torch.device,
+    hashes: dict[str, str],
+    windows: Windows,
+    held_out: Windows,
+    records: list[dict[str, Any]],
+    quality: dict[str, Quality],
+) -> dict[str, Any]:
+    """run.json: what went in and what came out. No times, so that a resumed run writes the same bytes."""
+    return {
+        "settings": plain(settings),
+        "environment": environment(device),
+        "model_sha256": hashes,
+        "calibration": windows.facts(),
+        "evaluation": held_out.facts(),
+        "quality": {scheme: q.to_dict() for scheme, q in quality.items()},
+        "linears": {name: facts for record in records for name, facts in record["linears"].items()},
+        "kept": {name: reason for record in records for name, reason in record["kept"].items()},
+    }

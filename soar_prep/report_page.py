@@ -1,0 +1,2 @@
+def write_page(path, facts, elapsed):
+    path.write_text("x")
