@@ -133,7 +133,7 @@ class PartialOutput:
         refuse_existing(output)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.directory / "lock", "w")
+            self._lock = open(self.directory / "lock", "w")  # noqa: SIM115 (held while the run lasts)
         except OSError as error:
             raise UserError(
                 f"output={output}: cannot be written ({error.strerror}); choose another directory"
@@ -181,7 +181,7 @@ class PartialOutput:
             return {name: shard.get_tensor(name) for name in shard.keys()}
 
     def write(self, part: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-        """Write one part: the shard, then its record. Raises OSError (disk full, say) with the finished parts intact."""
+        """Write one part: the shard, then its record. OSError (disk full, say) leaves the finished parts intact."""
         payload = save({name: t.contiguous().cpu() for name, t in tensors.items()}, metadata={"format": "pt"})
         write_atomically(self.directory / self.shard_name(part), payload)
         shapes = {name: t.numel() * t.element_size() for name, t in tensors.items()}

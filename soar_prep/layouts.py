@@ -14,6 +14,7 @@ Sources: compressed-tensors 0.20 `nvfp4-pack-quantized`; ModelOpt 0.47 `hf_quant
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from soar_prep.fouroversix.blocks import BLOCK
@@ -41,10 +42,11 @@ class QuantizedWeight:
 def to_tensors(module: str, quantized: QuantizedWeight, layout: Layout) -> dict[str, Tensor]:
     """The named tensors that stand for `module` in a file."""
     codes, block_scales, tensor_scale = WEIGHT_TENSORS[layout]
-    scalars = {tensor_scale: quantized.weight.tensor_scale, INPUT_TENSOR[layout]: quantized.input_scale}
-    scalars = {name: scalar for name, scalar in scalars.items() if scalar is not None}
+    scalars = {tensor_scale: quantized.weight.tensor_scale}
+    if quantized.input_scale is not None:
+        scalars[INPUT_TENSOR[layout]] = quantized.input_scale
     if layout is Layout.compressed_tensors:
-        scalars = {name: (1 / scalar).reshape(1) for name, scalar in scalars.items()}
+        scalars = {name: torch.reciprocal(scalar).reshape(1) for name, scalar in scalars.items()}
     tensors = {codes: quantized.weight.codes, block_scales: quantized.weight.block_scales, **scalars}
     return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
 

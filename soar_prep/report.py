@@ -21,7 +21,7 @@ PACKAGES = ("soar-prep", "torch", "transformers", "accelerate", "safetensors", "
 
 
 class Progress:
-    """Steps of a long run: on a terminal a bar, elsewhere a line a step; the same figures to metrics.jsonl and wandb."""
+    """Steps of a long run: on a terminal a bar, elsewhere a line a step; figures go to metrics.jsonl and wandb."""
 
     def __init__(self, directory: Path, steps: int, unit: str, wandb: Wandb, settings: dict[str, Any]):
         self.path = directory / "metrics.jsonl"

@@ -175,7 +175,7 @@ def manual(settings: type, prefix: str = "") -> str:
     """The options of a settings class as manual-page text, nested classes by their dotted names."""
     lines: list[str] = []
     for f in fields(settings):
-        default = f.default if f.default is not NO_DEFAULT else f.default_factory()  # type: ignore[misc]
+        default = f.default if f.default is not NO_DEFAULT else f.default_factory()  # type: ignore[misc, operator]
         if is_dataclass(default):
             lines += [f"\n{f.name}: {f.metadata['text']}", manual(type(default), f"{prefix}{f.name}.")]
             continue
@@ -190,7 +190,7 @@ def option_names(settings: type, prefix: str = "") -> list[str]:
     """Dotted names of all options of a settings class."""
     names: list[str] = []
     for f in fields(settings):
-        default = f.default if f.default is not NO_DEFAULT else f.default_factory()  # type: ignore[misc]
+        default = f.default if f.default is not NO_DEFAULT else f.default_factory()  # type: ignore[misc, operator]
         names.append(prefix + f.name)
         if is_dataclass(default):
             names += option_names(type(default), f"{prefix}{f.name}.")

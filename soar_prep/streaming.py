@@ -7,7 +7,7 @@ nothing here knows how a model scales its embeddings, builds its masks or caps i
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -145,7 +145,7 @@ class StreamedModel:
 
 
 @contextmanager
-def watching_inputs(layer: nn.Module, watchers: dict[str, Callable[[Tensor], Tensor | None]]) -> Iterator[None]:
+def watching_inputs(layer: nn.Module, watchers: Mapping[str, Callable[[Tensor], Tensor | None]]) -> Iterator[None]:
     """While this lasts each named linear's input goes to its watcher, which may answer another tensor to use."""
     with ExitStack() as stack:
         for name, watch in watchers.items():

@@ -72,7 +72,11 @@ def choose_block_scales(
     best_scales, *others = candidate_scales(blocks, tensor_scale, rule)
     if not others:
         return best_scales
-    h = column_weights.float().view(-1, BLOCK) if error is ScaleError.hessian_diag else None
+    h = None
+    if error is ScaleError.hessian_diag:
+        if column_weights is None:
+            raise ValueError("hessian_diag needs column_weights, the diagonal of the Hessian")
+        h = column_weights.float().view(-1, BLOCK)
     best_error = block_error(blocks, best_scales, tensor_scale, error, h)
     best = best_scales.view(torch.uint8)
     for scales in others:

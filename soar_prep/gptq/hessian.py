@@ -74,7 +74,7 @@ class Factor:
 def factorize(hessian: Tensor, damping: float) -> Factor:
     """U of H + damping * mean(diag H) * I; tenfold damping on every failure, at most 1. UserError beyond that.
 
-    hessian: fp32 [K, K], left as it is. A column never seen (diag H = 0) couples to nothing, so its weights are rounded.
+    hessian: fp32 [K, K], left as it is. A column never seen (diag H = 0) couples to nothing: its weights are rounded.
     """
     mean = hessian.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
     attempt = damping
