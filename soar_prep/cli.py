@@ -15,10 +15,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from soar_prep.errors import GateError, UserError
+from soar_prep.errors import CheckFailed, UserError
 from soar_prep.settings import Compute, Quantize, Verify, manual, option_names
 
-BAD_INPUT, BAD_QUALITY, INTERRUPTED = 2, 3, 130
+BAD_INPUT, CHECK_FAILED, INTERRUPTED = 2, 3, 130
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run one command; 0 well, 2 the user's input, 3 a result below the gate, 130 interrupted."""
+    """Run one command; 0 well, 2 the user's input, 3 a bad checkpoint, 130 interrupted."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview())
@@ -84,9 +84,9 @@ def main() -> int:
         run_command(name, arguments[1:])
     except UserError as error:
         return fail(str(error))
-    except GateError as error:
+    except CheckFailed as error:
         print(f"soar-prep: {error}", file=sys.stderr)
-        return BAD_QUALITY
+        return CHECK_FAILED
     except (HydraException, OmegaConfBaseException) as error:
         return fail(explain(error, COMMANDS[name].settings))
     except OSError as error:
@@ -118,7 +118,7 @@ def run_command(name: str, overrides: list[str]) -> None:
             if missing:
                 raise UserError(f"{missing[0]}: required; for example {command.example.splitlines()[0]}")
             command.run(OmegaConf.to_object(config))
-        except (UserError, GateError, OSError, OmegaConfBaseException) as error:
+        except (UserError, CheckFailed, OSError, OmegaConfBaseException) as error:
             failures.append(error)
 
     task()
@@ -146,7 +146,7 @@ def manual_page(name: str) -> str:
         f"Options, as option=default:\n\n{manual(command.settings)}\n\n"
         "calibration=chat (builtin, text, tokens) and evaluation=... are short for their .source.\n"
         "--cfg job prints the composed settings, --multirun runs every combination of comma-separated values.\n"
-        "Exit codes: 0 done, 2 bad input, 3 below gate.max_kl."
+        "Exit codes: 0 done, 2 bad input, 3 the checkpoint is broken or above gate.max_kl."
     )
     return text.replace("$", "$$")
 

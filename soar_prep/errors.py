@@ -5,5 +5,5 @@ class UserError(Exception):
     """Something the user can mend: names the thing, its value, what was expected and the remedy. Exit code 2."""
 
 
-class GateError(Exception):
-    """The result is worse than the user allowed. Exit code 3."""
+class CheckFailed(Exception):
+    """A checkpoint is not what it should be: broken, or worse than the user allowed. Exit code 3."""

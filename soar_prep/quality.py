@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from soar_prep.errors import GateError
-from soar_prep.settings import Gate, Scheme
+from soar_prep.checkpoint import Checkpoint
+from soar_prep.errors import CheckFailed
+from soar_prep.layouts import is_weight_only
+from soar_prep.settings import Compute, Gate, Scheme
 from soar_prep.streaming import StreamedModel, quantized_inputs
 from soar_prep.text import Windows
 
@@ -82,6 +84,21 @@ def compare(model: StreamedModel, windows: Windows, source: Tensor, quantized: T
     )
 
 
+def measure(
+    source: Checkpoint, quantized: Checkpoint, windows: Windows, compute: Compute, trust_remote_code: bool
+) -> dict[str, Quality]:
+    """Quality by scheme, both models read from disk: w4a16 always, w4a4 where activations may be quantized."""
+    reference = StreamedModel(source, compute, trust_remote_code)
+    expected = last_hidden(reference, windows, Scheme.w4a16, compute.batch_tokens)
+    del reference
+    model = StreamedModel(quantized, compute, trust_remote_code)
+    quality = {}
+    for scheme in [Scheme.w4a16] if is_weight_only(quantized.config) else [Scheme.w4a16, Scheme.w4a4]:
+        got = last_hidden(model, windows, scheme, compute.batch_tokens)
+        quality[scheme.value] = compare(model, windows, expected, got)
+    return quality
+
+
 def quality_lines(quality: dict[str, Quality]) -> list[str]:
     """A table for the terminal: one line for the source, one a scheme."""
     first = next(iter(quality.values()))
@@ -93,9 +110,9 @@ def quality_lines(quality: dict[str, Quality]) -> list[str]:
 
 
 def check_gate(quality: Quality, gate: Gate, directory: Path) -> None:
-    """GateError if the mean KL divergence exceeds gate.max_kl."""
+    """CheckFailed if the mean KL divergence exceeds gate.max_kl."""
     if gate.max_kl is not None and not quality.kl <= gate.max_kl:
-        raise GateError(
+        raise CheckFailed(
             f"gate.max_kl={gate.max_kl}: the mean KL divergence is {quality.kl:.4f} nats a token; {directory} is kept. "
             "Calibrate on more or fitting text, keep the worst linears unquantized, or raise the gate"
         )

@@ -165,7 +165,7 @@ class Verify(Settings):
     directory: str = option(REQUIRED, "the NVFP4 checkpoint, in either layout, ours or another tool's")
     reference: str | None = option(None, "the source model: adds perplexity, KL and top-1 agreement")
     trust_remote_code: bool = option(False, "run the modelling code that the model directories bring")
-    scheme: Scheme | None = option(None, "w4a16 or w4a4; by default what the checkpoint's config says")
+    scheme: Scheme = option(Scheme.w4a16, "whose figures the gate looks at: w4a16 weights only, w4a4 activations too")
     evaluation: Evaluation = option(Evaluation, "held-out text")
     gate: Gate = option(Gate, "quality the checkpoint must have")
     compute: Compute = option(Compute, "where and how")

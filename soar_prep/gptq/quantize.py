@@ -15,7 +15,7 @@ from soar_prep.gptq.hessian import InputStatistics
 from soar_prep.gptq.layers import LayerPlan, plan_layer
 from soar_prep.gptq.solve import solve_group
 from soar_prep.layouts import QuantizedWeight, from_tensors, quantization_config, side_configs, to_tensors
-from soar_prep.quality import Quality, check_gate, compare, last_hidden, quality_lines
+from soar_prep.quality import Quality, check_gate, measure, quality_lines
 from soar_prep.report import Progress, environment, plain
 from soar_prep.report_page import write_page
 from soar_prep.settings import Quantize, Scheme
@@ -68,7 +68,7 @@ def quantize(settings: Quantize) -> Path:
         source,
         side_configs(settings.export, ignore, settings.weight_only_config),
     )
-    quality = measure(source, output.directory, held_out, settings)
+    quality = measure(source, Checkpoint(output.directory), held_out, settings.compute, settings.trust_remote_code)
     print(*quality_lines(quality), sep="\n", flush=True)
     check_gate(quality[settings.scheme.value], settings.gate, output.directory)
     facts = run_facts(settings, model.device, hashes, windows, held_out, records, quality)
@@ -208,19 +208,6 @@ def unquantized_linears(model: StreamedModel, records: list[dict[str, Any]]) -> 
     """Full names of all Linear modules that stay as they were, the head among them."""
     quantized = {name for record in records for name in record["linears"]}
     return [name for name in linears_of(model.model) if name not in quantized]
-
-
-def measure(source: Checkpoint, written: Path, held_out: Windows, settings: Quantize) -> dict[str, Quality]:
-    """Quality of the written files by scheme; both models are read from disk afresh."""
-    schemes = [Scheme.w4a16] if settings.weight_only_config else [Scheme.w4a16, Scheme.w4a4]
-    reference = StreamedModel(source, settings.compute, settings.trust_remote_code)
-    expected = last_hidden(reference, held_out, Scheme.w4a16, settings.compute.batch_tokens)
-    model = StreamedModel(Checkpoint(written), settings.compute, settings.trust_remote_code)
-    quality = {}
-    for scheme in schemes:
-        got = last_hidden(model, held_out, scheme, settings.compute.batch_tokens)
-        quality[scheme.value] = compare(model, held_out, expected, got)
-    return quality
 
 
 def layer_figures(record: dict[str, Any]) -> tuple[dict[str, Any], str]:
