@@ -1,13 +1,9 @@
-"""Write the golden files next to this script: what other quantizers make of the same small weights.
+"""Write the golden files: what other quantizers make of the same small weights, on a CPU.
 
-Run by hand; the tests only read its outputs. Everything runs on a CPU. In a fresh Python 3.11 environment:
+    python tests/golden/make_golden.py DIRECTORY
 
-    pip install torch==2.13.0 setuptools wheel
-    pip install transformers==5.17.0 compressed-tensors==0.19.0 safetensors==0.8.0 accelerate datasets loguru requests \
-        nvidia-ml-py pillow scipy ninja omegaconf "pulp<4" rich regex pydantic
-    pip install --no-deps llmcompressor==0.14.0.1 nvidia-modelopt==0.47.0
-    SKIP_CUDA_BUILD=1 pip install --no-deps --no-build-isolation fouroversix==1.0.5
-    python tests/golden/make_golden.py
+`make contract` runs it in an environment of its own (versions: requirements.txt and the Makefile) and compares the
+result with the files beside this script, byte for byte. The other tests only read those.
 
 Outputs (versions are in the safetensors metadata and the JSON files, under "versions"; a rerun gives the same bytes):
     fouroversix.safetensors         <case>.input, <case>.amax, <case>.<rule>.codes, <case>.<rule>.block_scales
@@ -15,12 +11,15 @@ Outputs (versions are in the safetensors metadata and the JSON files, under "ver
     modelopt.safetensors            its NVFP4 packing of the same weight
     config_compressed_tensors.json  {scheme: quantization_config} as saved by llm-compressor
     config_modelopt.json            {scheme: {quantization_config, hf_quant_config}} as exported by ModelOpt
+    llmcompressor/, modelopt/       a tiny Llama that each quantized and exported: config.json, model.safetensors
 
 Codes are packed two to a byte, the even column in the low nibble; block scales are plain [rows, columns / 16].
 """
 
 import copy
 import json
+import shutil
+import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-HERE = Path(__file__).parent
+OUTPUT = Path(sys.argv[1])
 RULES = ("static_6", "mse", "mae", "abs_max")
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,13 +50,19 @@ def save_tensors(name: str, tensors: dict[str, Tensor], *packages: str) -> None:
 
     tensors = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
     # one entry, since safetensors writes several in random order
-    save_file(tensors, HERE / name, metadata={"versions": json.dumps(versions(*packages))})
-    (HERE / name).chmod(0o644)
+    save_file(tensors, OUTPUT / name, metadata={"versions": json.dumps(versions(*packages))})
+    (OUTPUT / name).chmod(0o644)
 
 
 def save_json(name: str, content: dict, *packages: str) -> None:
     text = json.dumps({"versions": versions(*packages), **content}, indent=2, sort_keys=True)
-    (HERE / name).write_text(text + "\n")
+    (OUTPUT / name).write_text(text + "\n")
+
+
+def keep_checkpoint(name: str, written: Path) -> None:
+    (OUTPUT / name).mkdir(exist_ok=True)
+    for file in ("config.json", "model.safetensors"):
+        shutil.copyfile(written / file, OUTPUT / name / file)
 
 
 def gaussian(rows: int, columns: int, seed: int) -> Tensor:
@@ -194,6 +199,8 @@ def write_llmcompressor_configs() -> None:
             tiny_llama().save_pretrained(source)  # it reads the source directory again when it saves
             oneshot(model=source, processor=tokenizer, dataset=tokens, recipe=recipe, output_dir=output)
             config = json.loads((Path(output) / "config.json").read_text())
+            if scheme == "NVFP4":
+                keep_checkpoint("llmcompressor", Path(output))
         configs[scheme] = config["quantization_config"]
     save_json("config_compressed_tensors.json", configs, "compressed-tensors", "llmcompressor", "transformers")
 
@@ -210,6 +217,8 @@ def write_modelopt_configs() -> None:
             export_hf_checkpoint(model, export_dir=folder)
             config = json.loads((Path(folder) / "config.json").read_text())
             hf_quant_config = json.loads((Path(folder) / "hf_quant_config.json").read_text())
+            if scheme == "NVFP4":
+                keep_checkpoint("modelopt", Path(folder))
         configs[scheme] = {"quantization_config": config["quantization_config"], "hf_quant_config": hf_quant_config}
     save_json("config_modelopt.json", configs, "nvidia-modelopt", "transformers")
 

@@ -1,0 +1,57 @@
+# Two commands do all set-up on a bare machine with Python 3.10+ and pip: make demo, make test.
+# On a machine without a GPU, point pip at PyTorch's CPU packages first to save a large download (README, "Install").
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= out
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint contract clean
+
+demo: $(OUT)/smollm2-135m-nvfp4/config.json
+	$(BIN)/soar-prep verify $(OUT)/smollm2-135m-nvfp4
+	@echo "report: $(OUT)/smollm2-135m-nvfp4/report.html"
+
+$(OUT)/smollm2-135m-nvfp4/config.json: $(OUT)/smollm2-135m/config.json
+	$(BIN)/soar-prep quantize model=$(OUT)/smollm2-135m output=$(OUT)/smollm2-135m-nvfp4 \
+		calibration.samples=32 calibration.length=512 evaluation.samples=8 evaluation.length=512
+
+$(OUT)/smollm2-135m/config.json: $(VENV)/.demo
+	$(BIN)/python benchmarks/smollm2.py $(OUT)/smollm2-135m
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy soar_prep
+
+# The golden files once more from the software that made them, in an environment of its own (Python 3.11).
+CONTRACT := $(VENV)-contract
+contract: $(CONTRACT)/.ready
+	rm -rf $(CONTRACT)/golden && mkdir $(CONTRACT)/golden
+	$(CONTRACT)/bin/python tests/golden/make_golden.py $(CONTRACT)/golden
+	diff -r -x make_golden.py -x requirements.txt $(CONTRACT)/golden tests/golden
+	@echo "contract: the golden files are what fouroversix, compressed-tensors, llm-compressor and ModelOpt write"
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[demo]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[test]'
+	touch $@
+
+$(CONTRACT)/.ready: tests/golden/requirements.txt
+	$(PYTHON) -m venv $(CONTRACT)
+	$(CONTRACT)/bin/python -m pip install --quiet torch==2.13.0 setuptools wheel
+	$(CONTRACT)/bin/python -m pip install --quiet -r tests/golden/requirements.txt
+	$(CONTRACT)/bin/python -m pip install --quiet --no-deps llmcompressor==0.14.0.1 nvidia-modelopt==0.47.0
+	SKIP_CUDA_BUILD=1 $(CONTRACT)/bin/python -m pip install --quiet --no-deps --no-build-isolation fouroversix==1.0.5
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(CONTRACT) $(OUT)
