@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,18 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions, source commit and device of this run."""
     return {
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "commit": source_commit(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
     }
+
+
+def installed_version(package: str) -> str | None:
+    """None where it runs from a checkout on the path, without having been installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def source_commit() -> str | None:
