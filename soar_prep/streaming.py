@@ -37,7 +37,7 @@ class StreamedModel:
         self.hidden_size: int = text_config.hidden_size
         self.context: int = text_config.max_position_embeddings
         self._load_all_but_layers()
-        self._arguments: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+        self._arguments: dict[torch.Size, list[dict[str, Any]]] = {}
         self._layer_returns_tuple = False
 
     def _load_all_but_layers(self) -> None:
@@ -93,18 +93,32 @@ class StreamedModel:
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor) -> Tensor:
-        """What the first decoder layer is given: token_ids int64 [B, T] -> hidden [B, T, D]."""
-        return self._layer_calls(token_ids)[0][0]
+        """What the first decoder layer is given: token_ids int64 [B, T] -> hidden [B, T, D].
+
+        UserError if the layers are given anything else that depends on the tokens: it could not be streamed.
+        """
+        calls = self._layer_calls(token_ids)
+        for (_, given), assumed in zip(calls, self._arguments_for(token_ids.shape), strict=True):
+            for name, value in given.items():
+                if isinstance(value, Tensor) and not torch.equal(value, assumed[name]):
+                    raise UserError(
+                        f"{type(self.model).__name__}: its layers are given {name}, which depends on the token ids; "
+                        "only models whose layers pass on nothing but hidden states are supported"
+                    )
+        return calls[0][0]
 
     @torch.no_grad()
     def run_layer(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
         """One decoder layer: hidden [B, T, D] in and out, on the device."""
-        shape = tuple(hidden.shape[:2])
+        output = layer(hidden, **self._arguments_for(hidden.shape[:2])[index])
+        return output[0] if isinstance(output, tuple) else output
+
+    def _arguments_for(self, shape: torch.Size) -> list[dict[str, Any]]:
+        """What each layer is given besides hidden states, for token ids of this shape [B, T]."""
         if shape not in self._arguments:
             calls = self._layer_calls(torch.zeros(shape, dtype=torch.long))
             self._arguments[shape] = [arguments for _, arguments in calls]
-        output = layer(hidden, **self._arguments[shape][index])
-        return output[0] if isinstance(output, tuple) else output
+        return self._arguments[shape]
 
     @torch.no_grad()
     def logits(self, token_ids: Tensor, hidden: Tensor) -> Tensor:

@@ -153,6 +153,19 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     return build
 
 
+@pytest.fixture
+def model_copy(tmp_path: Path, model_directory: Callable[[str], Path]) -> Callable[..., Path]:
+    """A copy of a model's directory that a test may spoil, with changes to its config.json."""
+
+    def copy(name: str, **changes: Any) -> Path:
+        directory = shutil.copytree(model_directory(name), tmp_path / "model")
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | changes))
+        return directory
+
+    return copy
+
+
 @pytest.fixture(scope="session")
 def soar_prep() -> Callable[..., Ran]:
     """The command line, run in this process."""

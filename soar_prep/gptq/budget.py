@@ -85,7 +85,7 @@ def plan_budget(
     layer_elements = sum(p.numel() for p in layer.parameters())
     widths = [linears[group[0]].in_features for group in plan.groups]
     heights = [sum(linears[name].out_features for name in group) for group in plan.groups]
-    largest_solve = max((4 * k * k + 8 * n * k) * 4 for k, n in zip(widths, heights, strict=True))
+    largest_solve = max(((4 * k * k + 8 * n * k) * 4 for k, n in zip(widths, heights, strict=True)), default=0)
     text_config = model.model.config.get_text_config()
     batch = max(settings.compute.batch_tokens, windows.token_ids.shape[1])
     width = 6 * model.hidden_size + 3 * getattr(text_config, "intermediate_size", 4 * model.hidden_size)

@@ -27,7 +27,8 @@ class InputStatistics:
         self._largest: list[Tensor] = []
 
     def add(self, x: Tensor, mask: Tensor) -> None:
-        """x [B, T, K] in the layer's dtype; mask bool [B, T] on x's device, True on real tokens."""
+        """x [B, T, K] or [B * T, K] in the layer's dtype; mask bool [B, T] on x's device, True on real tokens."""
+        x = x.reshape(*mask.shape, x.shape[-1])
         self._largest.append(x.abs().amax(dim=-1).masked_fill(~mask, 0).amax(dim=-1).float())
         rows = x[mask]
         self.tokens += len(rows)

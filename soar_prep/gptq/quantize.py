@@ -12,7 +12,7 @@ from soar_prep.errors import UserError
 from soar_prep.fouroversix.tensor import input_scale_for
 from soar_prep.gptq.budget import plan_budget
 from soar_prep.gptq.hessian import InputStatistics
-from soar_prep.gptq.layers import LayerPlan, plan_layer
+from soar_prep.gptq.layers import LayerPlan, check_layers, plan_layer
 from soar_prep.gptq.solve import solve_group
 from soar_prep.layouts import QuantizedWeight, from_tensors, quantization_config, side_configs, to_tensors
 from soar_prep.quality import Quality, check_gate, measure, quality_lines
@@ -31,6 +31,7 @@ def quantize(settings: Quantize) -> Path:
     """
     source = open_source(settings)
     model = StreamedModel(source, settings.compute, settings.trust_remote_code)
+    check_layers(model, settings.keep_unquantized)
     windows, held_out = load_texts(settings, model)
     hashes = source.check_and_hash()
     first_plan = plan_layer(model, 0, model.load_layer(0), settings.keep_unquantized)

@@ -70,6 +70,16 @@ def test_largest_magnitude_belongs_to_its_sample():
     assert largest[2].isnan()
 
 
+def test_flattened_inputs_are_the_same_inputs():
+    """Catches a layer that hands its linears [B * T, K]: the mask must find the same tokens there."""
+    x, mask = correlated(60, 16).view(3, 20, 16), torch.arange(60).view(3, 20) % 7 > 0
+    whole, flat = InputStatistics(16, CPU), InputStatistics(16, CPU)
+    whole.add(x, mask)
+    flat.add(x.flatten(0, 1), mask)
+    assert torch.equal(whole.hessian(), flat.hessian())
+    assert torch.equal(whole.largest_by_sample(), flat.largest_by_sample())
+
+
 def test_no_token_is_an_error():
     """Catches a division by zero that would fill the Hessian with NaN."""
     with pytest.raises(UserError, match="not one real token"):
