@@ -38,7 +38,11 @@ class Checkpoint:
 
     def _weight_map(self) -> dict[str, str]:
         if (self.directory / INDEX).exists():
-            weight_map = read_json(self.directory / INDEX)["weight_map"]
+            weight_map = read_json(self.directory / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise UserError(
+                    f"{self.directory / INDEX}: no weight_map; the file is damaged, download the model again"
+                )
             for file in sorted(set(weight_map.values())):
                 if not (self.directory / file).exists():
                     raise UserError(f"{self.directory / file}: named in {INDEX} but missing; download the model again")
@@ -64,15 +68,21 @@ class Checkpoint:
         try:
             return self.shard(name).get_tensor(name)
         except SafetensorError as error:
-            raise UserError(f"{self.directory / self.files[name]}: {name}: {error}; the file is damaged") from None
+            raise self._damaged(name, error) from None
 
     def names(self, prefix: str = "") -> list[str]:
         return sorted(name for name in self.files if name.startswith(prefix))
 
     def dtype_and_shape(self, name: str) -> tuple[str, list[int]]:
         """From the file's header alone, as safetensors spells it: ("BF16", [576, 576])."""
-        view = self.shard(name).get_slice(name)
+        try:
+            view = self.shard(name).get_slice(name)
+        except SafetensorError as error:
+            raise self._damaged(name, error) from None
         return view.get_dtype(), view.get_shape()
+
+    def _damaged(self, name: str, error: Exception) -> UserError:
+        return UserError(f"{self.directory / self.files[name]}: {name}: {error}; the file is damaged")
 
     def size(self) -> int:
         """Bytes of all shards."""
@@ -127,6 +137,7 @@ class PartialOutput:
     """Write side: `<output>.partial`, resumable part by part, renamed to `<output>` by `finish`."""
 
     def __init__(self, output: Path, identity: dict[str, Any], parts: int):
+        output = output.expanduser()
         self.output = output
         self.directory = output.with_name(output.name + ".partial")
         self.parts = parts
@@ -149,7 +160,7 @@ class PartialOutput:
     def _keep_or_check_identity(self, identity: dict[str, Any]) -> None:
         path = self.directory / "identity.json"
         if not path.exists():
-            foreign = [p.name for p in self.directory.iterdir() if p.name != "lock"]
+            foreign = [p.name for p in self.directory.iterdir() if p.name not in ("lock", "identity.json.tmp")]
             if foreign:
                 raise UserError(
                     f"{self.directory}: holds {foreign[0]}, which no run of this program began; "
@@ -208,16 +219,17 @@ class PartialOutput:
         write_json(self.directory / name, content)
 
     def finish(self) -> None:
-        """Drop what only a resume needs and give the directory its final name."""
+        """Give the directory its final name and drop what only a resume needs: in this order, or a kill between
+        the two would leave a directory that can be neither resumed nor used."""
         refuse_existing(self.output)
-        for path in [*self.directory.glob("part-*.json"), self.directory / "identity.json", self.directory / "lock"]:
-            path.unlink()
         os.rename(self.directory, self.output)
+        for path in [*self.output.glob("part-*.json"), self.output / "identity.json", self.output / "lock"]:
+            path.unlink()
         self._lock.close()
 
 
 def refuse_existing(output: Path) -> None:
-    if output.exists():
+    if output.expanduser().exists():
         raise UserError(f"output={output}: exists already; choose another directory or remove it")
 
 
@@ -257,10 +269,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_atomically(path: Path, payload: bytes) -> None:
-    """The file holds all of `payload` or is not there, also after a power cut."""
+    """The file holds all of `payload` or is not there, also after a power cut. OSError names it."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)  # on a full disk half a shard is in the way
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -84,7 +84,7 @@ def quantize(settings: Quantize) -> Path:
 def open_source(settings: Quantize) -> Checkpoint:
     refuse_existing(Path(settings.output))
     checkpoint = Checkpoint(find_model(settings.model))
-    if "quantization_config" in checkpoint.config:
+    if checkpoint.config.get("quantization_config"):
         method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
         raise UserError(f"model={settings.model}: quantized already ({method}); give the BF16 or FP32 model")
     architectures = checkpoint.config.get("architectures") or ["ForCausalLM"]
