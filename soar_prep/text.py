@@ -12,11 +12,14 @@ import random
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from soar_prep.errors import UserError
@@ -83,7 +86,7 @@ def load_windows(settings: Text, tokenizer: Any, context: int, name: str, held_o
     if settings.source is not TextSource.builtin and not settings.path:
         raise UserError(f"{name}.source={settings.source.value}: needs a file or a dataset id, {name}.path=...")
     if settings.source is TextSource.tokens:
-        return read_token_file(Path(str(settings.path)), settings)
+        return read_token_file(Path(str(settings.path)).expanduser(), settings, len(tokenizer))
     if settings.source is TextSource.chat:
         return chat_windows(settings, tokenizer)
     if settings.source is TextSource.builtin:
@@ -93,17 +96,23 @@ def load_windows(settings: Text, tokenizer: Any, context: int, name: str, held_o
 
 
 def builtin_documents(held_out: bool) -> Iterator[str]:
-    """Python's reference topics and standard library sources; every fifth topic and source file is held out."""
+    """Python's reference topics and standard library sources, every fifth of them held out.
+
+    Topics repeat each other; a held-out document comes without the paragraphs that the others hold too.
+    """
+    seen = {part for document in builtin_documents(False) for part in document.split("\n\n")} if held_out else set()
     topics = [text for _, text in sorted(pydoc_data.topics.topics.items())]
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = sorted(library.glob("*.py"))
-    prose = [text for i, text in enumerate(topics) if (i % 5 == 0) == held_out]
-    code = [path for i, path in enumerate(sources) if (i % 5 == 0) == held_out]
-    for i in range(max(len(prose), len(code))):  # alternate, so that few windows already hold both
-        if i < len(prose):
-            yield prose[i]
-        if i < len(code):
-            yield code[i].read_text(encoding="utf-8", errors="replace")[:20_000]
+    prose = (text for i, text in enumerate(topics) if (i % 5 == 0) == held_out)
+    code = (read_text(path)[:20_000] for i, path in enumerate(sources) if (i % 5 == 0) == held_out)
+    for pair in zip_longest(prose, code, fillvalue=""):  # alternate, so that few windows already hold both
+        for document in pair:
+            yield "\n\n".join(part for part in document.split("\n\n") if part not in seen)
+
+
+def read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def pack(documents: Iterable[str], settings: Text, tokenizer: Any) -> Windows:
@@ -113,6 +122,8 @@ def pack(documents: Iterable[str], settings: Text, tokenizer: Any) -> Windows:
     ids: list[int] = []
     windows: list[list[int]] = []
     for document in documents:
+        if not document.strip():
+            continue
         ids += tokenizer(document, add_special_tokens=False, verbose=False).input_ids
         ids += tokenizer("\n\n", add_special_tokens=False).input_ids
         while len(ids) >= body and len(windows) < settings.samples:
@@ -140,8 +151,14 @@ def chat_windows(settings: Text, tokenizer: Any) -> Windows:
         )
     windows, truncated = [], 0
     for where, row in read_rows(str(settings.path), settings.seed):
-        rendered = tokenizer.apply_chat_template(conversation(where, row), tokenize=False)
+        turns = conversation(where, row)
+        try:
+            rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        except (TemplateError, ValueError, TypeError) as error:
+            raise UserError(f"{where}: the model's chat template refuses this conversation ({error})") from None
         ids = tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
+        if len(ids) < 2:
+            raise UserError(f"{where}: {len(ids)} tokens through the chat template; expected two or more")
         truncated += len(ids) > settings.length
         windows.append(ids[: settings.length])
         if len(windows) == settings.samples:
@@ -180,7 +197,7 @@ def read_rows(path: str, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, row) of a .jsonl, .parquet or .txt file, or of a hub dataset's train split, in seeded order."""
     file = Path(path).expanduser()
     if file.suffix == ".txt" and file.is_file():
-        rows = [(str(file), {"text": file.read_text(encoding="utf-8", errors="replace")})]
+        rows = [(str(file), {"text": read_text(file)})]
     elif file.suffix in (".jsonl", ".json") and file.is_file():
         rows = read_jsonl(file)
     else:
@@ -192,14 +209,14 @@ def read_rows(path: str, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def read_jsonl(file: Path) -> list[tuple[str, dict[str, Any]]]:
     rows = []
-    with open(file, encoding="utf-8") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file}, line {number}: not JSON ({error.msg}); expected one object a line") from None
+            except ValueError as error:  # not JSON, or not UTF-8
+                raise UserError(f"{file}, line {number}: not JSON ({error}); expected one object a line") from None
             if not isinstance(row, dict):
                 raise UserError(f"{file}, line {number}: expected a JSON object, found {type(row).__name__}")
             rows.append((f"{file}, line {number}", row))
@@ -223,14 +240,22 @@ def read_dataset(path: str, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}, row {number}", row
 
 
-def read_token_file(file: Path, settings: Text) -> Windows:
-    """The first `samples` rows and `length` columns of an .npy file of token ids."""
+def read_token_file(file: Path, settings: Text, vocabulary: int) -> Windows:
+    """The first `samples` rows and `length` columns of an .npy file of token ids below `vocabulary`."""
     try:
         array = np.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise UserError(f"path={file}: cannot be read as .npy ({error})") from None
-    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-        raise UserError(f"path={file}: {array.dtype} {array.shape}; expected integers [n, T]")
+    if not isinstance(array, np.ndarray) or array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+        found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise UserError(f"path={file}: {found}; expected integers [n, T]")
+    if array.shape[0] < 1 or array.shape[1] < 2:
+        raise UserError(f"path={file}: shape {array.shape}; expected one row or more of two tokens or more")
+    if array.min() < 0 or array.max() >= vocabulary:
+        raise UserError(
+            f"path={file}: token ids {array.min()} to {array.max()}; expected 0 to {vocabulary - 1}, "
+            "the tokenizer's vocabulary"
+        )
     ids = torch.from_numpy(array[: settings.samples, : settings.length].astype(np.int64))
     return Windows(ids, torch.ones_like(ids, dtype=torch.bool))
 
