@@ -11,12 +11,12 @@ from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from soar_prep.errors import CheckFailed, UserError
-from soar_prep.settings import Compute, Quantize, Verify, manual, option_names
+from soar_prep.settings import Compute, Quantize, Verify, check_ranges, manual, option_names
 
 BAD_INPUT, CHECK_FAILED, INTERRUPTED = 2, 3, 130
 
@@ -102,6 +102,10 @@ def run_command(name: str, overrides: list[str]) -> None:
     command = COMMANDS[name]
     if name == "verify" and overrides and "=" not in overrides[0] and not overrides[0].startswith("-"):
         overrides = [f"directory={overrides[0]}", *overrides[1:]]
+    for word in overrides:
+        option = word.lstrip("-").split("=")[0]
+        if word.startswith("-") and option in option_names(command.settings):
+            raise UserError(f"{word}: options have no dashes; write {option}=value")
     store = ConfigStore.instance()
     store.store(name=f"{name}_schema", node=command.settings)
     store.store(group="hydra/help", name=name, node={"app_name": "soar-prep", "template": manual_page(name)})
@@ -117,7 +121,9 @@ def run_command(name: str, overrides: list[str]) -> None:
             missing = sorted(OmegaConf.missing_keys(config))
             if missing:
                 raise UserError(f"{missing[0]}: required; for example {command.example.splitlines()[0]}")
-            command.run(OmegaConf.to_object(config))
+            settings: Any = OmegaConf.to_object(config)
+            check_ranges(settings)
+            command.run(settings)
         except (UserError, CheckFailed, OSError, OmegaConfBaseException) as error:
             failures.append(error)
 
@@ -127,10 +133,10 @@ def run_command(name: str, overrides: list[str]) -> None:
 
 
 def config_directory() -> Path:
-    """configs/ of the checkout if there is one, else the packaged copy; always absolute."""
+    """configs/ of the installed package, or of the checkout; always absolute."""
     here = Path(__file__).resolve().parent
-    checkout = here.parent / "configs"
-    return checkout if checkout.is_dir() else here / "configs"
+    packaged = here / "configs"  # looked for first: beside an installed package another one may have its own configs/
+    return packaged if packaged.is_dir() else here.parent / "configs"
 
 
 def overview() -> str:
@@ -164,6 +170,8 @@ def refuse_unknown(config: Any, known: list[str], prefix: str = "") -> None:
 def explain(error: Exception, settings: type) -> str:
     """One line for an override that Hydra or OmegaConf refused."""
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: not of the form option=value; quote values with special characters; see --help"
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         key = unknown.group(1)

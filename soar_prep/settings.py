@@ -56,35 +56,35 @@ class WandbMode(Enum):
 
 
 def option(default: Any, text: str, low: float | None = None, high: float | None = None) -> Any:
-    """A settings field: its default, its line in the manual (with the unit) and its inclusive range."""
+    """A settings field: its default, its line in the manual (with the unit) and its inclusive range from `low` on."""
     metadata = {"text": text, "low": low, "high": high}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-class Settings:
-    """Base of the dataclasses below: checks the ranges once the values are in."""
-
-    def __post_init__(self) -> None:
-        for f in fields(self):  # type: ignore[arg-type]
-            value, low, high = getattr(self, f.name), f.metadata["low"], f.metadata["high"]
-            too_low = low is not None and value is not None and value < low
-            too_high = high is not None and value is not None and value > high
-            if too_low or too_high:
-                raise UserError(f"{f.name}={value}: expected {range_text(f)}")
+def check_ranges(settings: Any, prefix: str = "") -> None:
+    """UserError for the first option outside its range, by its dotted name."""
+    for f in fields(settings):
+        name, value = prefix + f.name, getattr(settings, f.name)
+        if is_dataclass(value):
+            check_ranges(value, f"{name}.")
+        elif range_text(f) and value is not None:
+            low, high = f.metadata["low"], f.metadata["high"]
+            if not (value >= low and (high is None or value <= high)):  # NaN is in no range
+                raise UserError(f"{name}={value}: expected {range_text(f)}; see --help")
 
 
 def range_text(f: Field) -> str:
     """`1 or more`, `0 to 1`, or nothing where any value goes."""
     low, high = f.metadata["low"], f.metadata["high"]
-    if low is None and high is None:
+    if low is None:
         return ""
     return f"{low} or more" if high is None else f"{low} to {high}"
 
 
 @dataclass
-class Text(Settings):
+class Text:
     source: TextSource = option(
         TextSource.builtin,
         "builtin: prose and code that ship with Python; chat: conversations through the chat template, each its own "
@@ -105,20 +105,20 @@ class Evaluation(Text):
 
 
 @dataclass
-class Gate(Settings):
+class Gate:
     max_kl: float | None = option(
         None, "fail when the mean KL divergence from the source exceeds this, nats a token", 0.0
     )
 
 
 @dataclass
-class Wandb(Settings):
+class Wandb:
     mode: WandbMode = option(WandbMode.disabled, "offline needs no network; `wandb sync` uploads it later")
     project: str = option("soar-prep", "Weights & Biases project")
 
 
 @dataclass
-class Compute(Settings):
+class Compute:
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
     dtype: str = option("auto", "arithmetic of the forward passes: auto (bfloat16 on a GPU, else float32) or a name")
     batch_tokens: int = option(8192, "tokens a forward pass, and a Hessian product, at the most", 1)
@@ -126,7 +126,7 @@ class Compute(Settings):
 
 
 @dataclass
-class Quantize(Settings):
+class Quantize:
     model: str = option(REQUIRED, "a Hugging Face model directory or hub id")
     output: str = option(REQUIRED, "directory to write; must not exist, or be an interrupted run with these settings")
     trust_remote_code: bool = option(False, "run the modelling code that the model directory brings")
@@ -161,7 +161,7 @@ class Quantize(Settings):
 
 
 @dataclass
-class Verify(Settings):
+class Verify:
     directory: str = option(REQUIRED, "the NVFP4 checkpoint, in either layout, ours or another tool's")
     reference: str | None = option(None, "the source model: adds perplexity, KL and top-1 agreement")
     trust_remote_code: bool = option(False, "run the modelling code that the model directories bring")
@@ -181,7 +181,8 @@ def manual(settings: type, prefix: str = "") -> str:
             continue
         shown = {REQUIRED: "required", None: "none"}.get(default) if isinstance(default, str | None) else None
         shown = shown or (default.value if isinstance(default, Enum) else str(default))
-        lines.append(f"  {prefix}{f.name}={shown}" + (f"   [{range_text(f)}]" if range_text(f) else ""))
+        allowed = ", ".join(e.value for e in type(default)) if isinstance(default, Enum) else range_text(f)
+        lines.append(f"  {prefix}{f.name}={shown}" + (f"   [{allowed}]" if allowed else ""))
         lines.append(f"      {f.metadata['text']}")
     return "\n".join(lines)
 

@@ -176,6 +176,8 @@ def soar_prep() -> Callable[..., Ran]:
             sys.argv = ["soar-prep", *map(str, arguments)]
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 code = main()
+        except SystemExit as end:  # Hydra ends --help and wrong flags like this
+            code = int(end.code or 0)
         finally:
             sys.argv = argv
         return Ran(code, out.getvalue(), err.getvalue())
