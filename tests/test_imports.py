@@ -12,7 +12,7 @@ ORDER = [
     ["settings"],
     ["fouroversix"],
     ["layouts"],
-    ["checkpoint", "text", "report", "report_page"],
+    ["checkpoint", "text", "report", "page"],
     ["streaming"],
     ["quality"],
     ["gptq", "verify"],

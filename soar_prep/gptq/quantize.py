@@ -13,11 +13,11 @@ from soar_prep.fouroversix.tensor import input_scale_for
 from soar_prep.gptq.budget import plan_budget
 from soar_prep.gptq.hessian import InputStatistics
 from soar_prep.gptq.layers import LayerPlan, check_layers, plan_layer
+from soar_prep.gptq.report_page import write_page
 from soar_prep.gptq.solve import solve_group
 from soar_prep.layouts import QuantizedWeight, from_tensors, quantization_config, side_configs, to_tensors
 from soar_prep.quality import Quality, check_gate, measure, quality_lines
 from soar_prep.report import Progress, environment, plain
-from soar_prep.report_page import write_page
 from soar_prep.settings import Quantize, Scheme
 from soar_prep.streaming import StreamedModel, linears_of, quantized_inputs, watching_inputs
 from soar_prep.text import Windows, load_tokenizer, load_windows
