@@ -15,7 +15,7 @@ ORDER = [
     ["checkpoint", "text", "report", "page"],
     ["streaming"],
     ["quality"],
-    ["gptq", "verify"],
+    ["gptq", "eagle3", "verify"],
     ["cli"],
 ]
 RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}
