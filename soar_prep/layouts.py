@@ -40,13 +40,15 @@ class QuantizedWeight:
 
 
 def to_tensors(module: str, quantized: QuantizedWeight, layout: Layout) -> dict[str, Tensor]:
-    """The named tensors that stand for `module` in a file."""
+    """The named tensors that stand for `module` in a file; the scalars are its own, safetensors takes no shared ones."""
     codes, block_scales, tensor_scale = WEIGHT_TENSORS[layout]
     scalars = {tensor_scale: quantized.weight.tensor_scale}
     if quantized.input_scale is not None:
         scalars[INPUT_TENSOR[layout]] = quantized.input_scale
     if layout is Layout.compressed_tensors:
         scalars = {name: torch.reciprocal(scalar).reshape(1) for name, scalar in scalars.items()}
+    else:
+        scalars = {name: scalar.clone() for name, scalar in scalars.items()}
     tensors = {codes: quantized.weight.codes, block_scales: quantized.weight.block_scales, **scalars}
     return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
 

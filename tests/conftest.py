@@ -1,6 +1,7 @@
 """Tiny random models with real tokenizers, built once a session, and the command line run in this process."""
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -16,6 +17,8 @@ from typing import Any
 # Before transformers is imported: nothing here may look at, or write to, the user's cache or the network.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="soar-prep-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Matrices this small are slower on two threads than on one, tenfold when the machine is busy.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -176,6 +179,7 @@ def soar_prep() -> Callable[..., Ran]:
             sys.argv = ["soar-prep", *map(str, arguments)]
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 code = main()
+                gc.collect()  # a failed run's traceback holds its lock
         except SystemExit as end:  # Hydra ends --help and wrong flags like this
             code = int(end.code or 0)
         finally:

@@ -37,6 +37,7 @@ def check_layers(model: StreamedModel, keep_patterns: list[str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             examples = f"such as {names[0]}" if names else "of which there are none"
             raise UserError(f"keep_unquantized: {pattern!r} matches no linear; expected full names, {examples}")
+    model.embed(torch.arange(PROBE_TOKENS)[None])  # refuses layers that are given more than hidden states
     is_anything_left = False
     for index, layer in enumerate(model.layers):
         prefix = model.layer_prefix(index)
