@@ -144,6 +144,7 @@ class PartialOutput:
         refuse_existing(output)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._refuse_foreign()
             self._lock = open(self.directory / "lock", "w")  # noqa: SIM115 (held while the run lasts)
         except OSError as error:
             raise UserError(
@@ -157,15 +158,18 @@ class PartialOutput:
             ) from None
         self._keep_or_check_identity(identity)
 
+    def _refuse_foreign(self) -> None:
+        names = sorted(path.name for path in self.directory.iterdir())
+        foreign = [name for name in names if name not in ("lock", "identity.json.tmp")]
+        if foreign and "identity.json" not in names:
+            raise UserError(
+                f"{self.directory}: holds {foreign[0]}, which no run of this program began; "
+                "move the directory away or choose another output"
+            )
+
     def _keep_or_check_identity(self, identity: dict[str, Any]) -> None:
         path = self.directory / "identity.json"
         if not path.exists():
-            foreign = [p.name for p in self.directory.iterdir() if p.name not in ("lock", "identity.json.tmp")]
-            if foreign:
-                raise UserError(
-                    f"{self.directory}: holds {foreign[0]}, which no run of this program began; "
-                    "move the directory away or choose another output"
-                )
             write_json(path, identity)
             return
         begun = read_json(path)
