@@ -17,6 +17,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,7 @@ def sharegpt() -> Iterator[list[dict[str, str]]]:
         turns = [{"role": ROLES[t["from"]], "content": t["value"]} for t in record["conversations"]]
         while turns and turns[0]["role"] == "assistant":
             turns.pop(0)
-        alternates = all(a["role"] != b["role"] for a, b in zip(turns, turns[1:], strict=False))
+        alternates = all(a["role"] != b["role"] for a, b in pairwise(turns))
         if len(turns) >= 2 and alternates and all(t["content"].strip() for t in turns):
             yield turns
 

@@ -89,7 +89,7 @@ def choose_block_scales(
 
 def candidate_scales(blocks: Tensor, tensor_scale: Tensor, rule: ScaleRule) -> list[Tensor]:
     """The E4M3 candidates of each block, first choice first: blocks fp32 [N, K/16, 16] -> list of e4m3 [N, K/16]."""
-    ideal = blocks.abs().amax(dim=-1) / E2M1_MAX * (1 / tensor_scale)
+    ideal = over_six(blocks.abs().amax(dim=-1)) * (1 / tensor_scale)
     six = to_e4m3(ideal)
     if rule is ScaleRule.six:
         return [six]
@@ -98,6 +98,11 @@ def candidate_scales(blocks: Tensor, tensor_scale: Tensor, rule: ScaleRule) -> l
     code = six.view(torch.uint8).short()  # positive E4M3 codes are ordered as their bytes are
     shifted = ((code + offset).clamp(E4M3_SMALLEST, E4M3_LARGEST) for offset in SWEEP_OFFSETS)
     return [scales.to(torch.uint8).view(torch.float8_e4m3fn) for scales in shifted]
+
+
+def over_six(maxima: Tensor) -> Tensor:
+    """maxima / 6, rounded as IEEE has it on every device: on CUDA `tensor / number` multiplies by a rounded 1/6."""
+    return maxima / torch.full_like(maxima, E2M1_MAX)
 
 
 def block_error(
@@ -127,5 +132,5 @@ def share_of_fours(weight: Tensor, block_scales: Tensor, tensor_scale: Tensor) -
 
     Under four_over_six these are exactly the blocks that took the 4.
     """
-    ideal = weight.float().unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1) / E2M1_MAX / tensor_scale
+    ideal = over_six(weight.float().unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1)) / tensor_scale
     return (block_scales.float() > 1.5**0.5 * ideal).float().mean().item()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soar_prep.fouroversix.blocks import BLOCK, E4M3_MAX, choose_block_scales
+from soar_prep.fouroversix.blocks import BLOCK, E4M3_MAX, choose_block_scales, over_six
 from soar_prep.fouroversix.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, round_to_e2m1, unpack_codes
 from soar_prep.settings import ScaleError, ScaleRule
 
@@ -63,7 +63,7 @@ def round_activations(x: Tensor, input_scale: Tensor) -> Tensor:
     block so small that its scale rounds to zero becomes zero, as in the serving kernels.
     """
     blocks = x.float().unflatten(-1, (-1, BLOCK))
-    ideal = blocks.abs().amax(dim=-1, keepdim=True) / E2M1_MAX * (1 / input_scale)
+    ideal = over_six(blocks.abs().amax(dim=-1, keepdim=True)) * (1 / input_scale)
     scales = ideal.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
     reciprocal = torch.where(scales > 0, 1 / (input_scale * scales), 0.0)
     return (round_to_e2m1(blocks * reciprocal) * scales * input_scale).flatten(-2).to(x.dtype)

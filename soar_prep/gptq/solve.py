@@ -10,6 +10,7 @@ that matter most are rounded while the most columns can still make up for it.
 Source: GPTQ (Frantar et al., 2022); static groups and act-order as in its authors' code.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,8 @@ def solve_group(weights: dict[str, Tensor], hessian: Tensor, settings: Quantize)
     stacked = torch.cat([weight.float() for weight in weights.values()])
     tensor_scale = tensor_scale_for(stacked.abs().max(), settings.scale_rule, settings.power_of_two)
     diagonal = damped_diagonal(hessian, settings.damping)
-    quantized = quantize_to_nvfp4(stacked, tensor_scale, settings.scale_rule, settings.scale_error, diagonal)
+    quantize = quantizer_for(stacked.device)
+    quantized = quantize(stacked, tensor_scale, settings.scale_rule, settings.scale_error, diagonal)
     damping = None
     if settings.method is Method.gptq:
         order = torch.argsort(diagonal, descending=True, stable=True) if settings.act_order else None
@@ -72,6 +74,15 @@ def solve_group(weights: dict[str, Tensor], hessian: Tensor, settings: Quantize)
             share_of_fours=share_of_fours(stacked[rows], part.block_scales, tensor_scale),
         )
     return solved
+
+
+def quantizer_for(device: torch.device) -> Callable[..., NVFP4Tensor]:
+    """The truth; on a GPU its Triton twin, which gives the same bits in one pass instead of fifty."""
+    if device.type != "cuda":
+        return quantize_to_nvfp4
+    from soar_prep.fouroversix import triton_quantize  # triton is not there on every platform
+
+    return triton_quantize.quantize_to_nvfp4
 
 
 def solve(

@@ -2,6 +2,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.quantization import preset_name_to_scheme
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -133,6 +136,22 @@ def test_activations_are_weights_under_six(shape: tuple[int, ...], dtype: torch.
     flat = x.reshape(-1, shape[-1])
     expected = quantize_to_nvfp4(flat, input_scale, ScaleRule.six, ScaleError.mse).dequantize(dtype)
     assert torch.equal(got.reshape(flat.shape), expected)
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 3.0])
+def test_activations_are_those_of_compressed_tensors(spread: float):
+    """Catches another activation grid than servers use, within and beyond the calibrated range.
+
+    In fp32, because compressed-tensors computes scales in the dtype of x, and bf16 moves one in forty by a code.
+    """
+    x = spread * gaussian(130, 64, seed=9)
+    input_scale = input_scale_for(torch.tensor(3.0))
+    args = preset_name_to_scheme("NVFP4", ["Linear"]).input_activations
+    blocks, global_scale = x.unflatten(-1, (-1, 16)), 1 / input_scale.reshape(1)
+    scales, zero_points = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, global_scale)
+    expected = fake_quantize(x, scales, zero_points, args, global_scale=global_scale)
+    # the factors are multiplied in another order
+    torch.testing.assert_close(round_activations(x, input_scale), expected, rtol=2**-22, atol=0)
 
 
 def test_activations_beyond_the_calibrated_range():
