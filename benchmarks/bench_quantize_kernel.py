@@ -145,7 +145,7 @@ def time_calls(call: Callable[[], object], repeats: int = 5) -> float:
 def measure_copy() -> float:
     """Bytes a second, read and written, of a device-to-device copy of four times COLD_BYTES.
 
-    Not from a CUDA graph: there a copy is a node of its own and runs at about two thirds of the rate.
+    Not from a CUDA graph: replayed from one, copies of 512 MiB came out at 2.7 TB/s on a device that does 4.3.
     """
     source = torch.zeros(4 * COLD_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
