@@ -81,10 +81,7 @@ def load_windows(settings: Text, tokenizer: Any, context: int, name: str, held_o
     context: the longest sequence the model takes, tokens. name: the option group, for messages. held_out picks the
     other part of the builtin text.
     """
-    if settings.length > context:
-        raise UserError(f"{name}.length={settings.length}: the model's context is {context} tokens; give at most that")
-    if settings.source is not TextSource.builtin and not settings.path:
-        raise UserError(f"{name}.source={settings.source.value}: needs a file or a dataset id, {name}.path=...")
+    check_source(settings, context, name)
     if settings.source is TextSource.tokens:
         return read_token_file(Path(str(settings.path)).expanduser(), settings, len(tokenizer))
     if settings.source is TextSource.chat:
@@ -93,6 +90,13 @@ def load_windows(settings: Text, tokenizer: Any, context: int, name: str, held_o
         return pack(builtin_documents(held_out), settings, tokenizer)
     documents = (row_text(where, row) for where, row in read_rows(str(settings.path), settings.seed))
     return pack(documents, settings, tokenizer)
+
+
+def check_source(settings: Text, context: int, name: str) -> None:
+    if settings.length > context:
+        raise UserError(f"{name}.length={settings.length}: the model's context is {context} tokens; give at most that")
+    if settings.source is not TextSource.builtin and not settings.path:
+        raise UserError(f"{name}.source={settings.source.value}: needs a file or a dataset id, {name}.path=...")
 
 
 def builtin_documents(held_out: bool) -> Iterator[str]:
@@ -144,18 +148,10 @@ def starts_with_bos(tokenizer: Any) -> bool:
 
 def chat_windows(settings: Text, tokenizer: Any) -> Windows:
     """One window a conversation, cut at settings.length."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer has no chat template, which chat data needs; "
-            "add chat_template.jinja to the model directory or use source=text"
-        )
+    check_chat_template(tokenizer)
     windows, truncated = [], 0
     for where, row in read_rows(str(settings.path), settings.seed):
-        turns = conversation(where, row)
-        try:
-            rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-        except (TemplateError, ValueError, TypeError) as error:
-            raise UserError(f"{where}: the model's chat template refuses this conversation ({error})") from None
+        rendered = render_chat(where, conversation(where, row), tokenizer)
         ids = tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
         if len(ids) < 2:
             raise UserError(f"{where}: {len(ids)} tokens through the chat template; expected two or more")
@@ -164,6 +160,22 @@ def chat_windows(settings: Text, tokenizer: Any) -> Windows:
         if len(windows) == settings.samples:
             break
     return pad(windows, truncated)
+
+
+def check_chat_template(tokenizer: Any) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template, which chat data needs; "
+            "add chat_template.jinja to the model directory or use source=text"
+        )
+
+
+def render_chat(where: str, turns: list[dict[str, str]], tokenizer: Any, prompt: bool = False) -> str:
+    """The turns as the chat template writes them; prompt adds what makes the assistant begin to answer."""
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise UserError(f"{where}: the model's chat template refuses this conversation ({error})") from None
 
 
 def conversation(where: str, row: dict[str, Any]) -> list[dict[str, str]]:
