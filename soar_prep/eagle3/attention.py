@@ -1,0 +1,181 @@
+"""Attention of the training-time test: step k sees step 0 causally, and of steps 1 to k only its own keys.
+
+B rows   T tokens   nh query heads   nkv key-value heads, nh a multiple of nkv   hd head_dim   k the step
+q [B, nh, T, hd] queries of step k            keys, values [B, nkv, T, hd] of step 0
+own_keys, own_values: k tensors [B, nkv, T, hd], of steps 1 to k
+documents int64 [B, T]: index i sees j <= i only where documents[i] = documents[j]
+
+A mask for that is (k + 1) T wide, but nearly all of it beyond step 0 is empty. So: causal attention over step 0 and its
+log-sum-exp lse0, then one score s_m = q . own_key_m / sqrt(hd) an own key:
+
+    lse = log(exp(lse0) + sum_m exp(s_m))     output = exp(lse0 - lse) output0 + sum_m exp(s_m - lse) own_value_m
+
+Backward, `causal_backward` is given the MERGED output and lse. A flash kernel's backward recomputes exp(score - lse)
+and subtracts grad . output: with the merged ones that is exactly step 0's share, so a kernel that returns lse can stand
+in for the two causal functions, unchanged. All sums are in fp32 at least. `ttt_attention_truth` has the mask.
+
+Padding is a document of its own (a negative id): it sees itself, nobody else sees it, and no row is without keys.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soar_prep.eagle3.draft import at_least_fp32
+
+QUERY_BLOCK = 256  # queries a block of scores
+
+
+def ttt_attention(
+    q: Tensor, keys: Tensor, values: Tensor, own_keys: Sequence[Tensor], own_values: Sequence[Tensor], documents: Tensor
+) -> Tensor:
+    """Output [B, nh, T, hd] in q's dtype, with gradients to all but documents. Saves no scores: O(T) memory."""
+    return _TTTAttention.apply(q, keys, values, documents, *own_keys, *own_values)
+
+
+def ttt_attention_truth(
+    q: Tensor, keys: Tensor, values: Tensor, own_keys: Sequence[Tensor], own_values: Sequence[Tensor], documents: Tensor
+) -> Tensor:
+    """The same with an explicit mask over all keys of all steps."""
+    wide = at_least_fp32(q.dtype)
+    tokens, group = q.shape[2], q.shape[1] // keys.shape[1]
+    index = torch.arange(tokens, device=q.device)
+    same_document = documents[:, None, :, None] == documents[:, None, None, :]
+    seen = same_document & (index <= index[:, None])
+    own = (index == index[:, None]).expand_as(seen)
+    seen = torch.cat([seen] + [own] * len(own_keys), dim=-1)
+    every_key = torch.cat([keys, *own_keys], dim=2).to(wide).repeat_interleave(group, dim=1)
+    every_value = torch.cat([values, *own_values], dim=2).to(wide).repeat_interleave(group, dim=1)
+    scores = q.to(wide) @ every_key.mT * q.shape[-1] ** -0.5
+    return (scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ every_value).to(q.dtype)
+
+
+class StepAttention:
+    """`Attend` for the steps of one training sequence, to be called once a step: it remembers the keys."""
+
+    def __init__(self, documents: Tensor):
+        self.documents = documents
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.keys.append(k)
+        self.values.append(v)
+        return ttt_attention(q, self.keys[0], self.values[0], self.keys[1:], self.values[1:], self.documents)
+
+
+class _TTTAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, documents: Tensor, *own: Tensor) -> Tensor:
+        own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
+        output, lse = causal_forward(q, keys, values, documents)
+        output, lse = merge_own(output, lse, q, own_keys, own_values)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, keys, values, documents, output, lse, *own)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, keys, values, documents, output, lse, *own = ctx.saved_tensors
+        own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
+        (grad,) = gradients
+        dq, dk, dv = causal_backward(grad, q, keys, values, documents, output, lse)
+        dq_own, dk_own, dv_own = own_backward(grad, q, own_keys, own_values, output, lse)
+        return (dq + dq_own).to(q.dtype), dk.to(keys.dtype), dv.to(values.dtype), None, *dk_own, *dv_own
+
+
+def causal_forward(q: Tensor, keys: Tensor, values: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention within documents: output [B, nh, T, hd] and log-sum-exp [B, nh, T], both at least fp32."""
+    wide, scale = at_least_fp32(q.dtype), q.shape[-1] ** -0.5
+    keys, values, grouped = keys.to(wide)[:, :, None], values.to(wide)[:, :, None], group_heads(q, keys)
+    outputs, sums = [], []
+    for start in range(0, q.shape[2], QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, q.shape[2])
+        scores = grouped[..., start:stop, :].to(wide) @ keys[..., :stop, :].mT * scale
+        scores.masked_fill_(~visible(documents, start, stop), -torch.inf)
+        lse = scores.logsumexp(dim=-1)
+        outputs.append(scores.sub_(lse[..., None]).exp_() @ values[..., :stop, :])
+        sums.append(lse)
+    return torch.cat(outputs, dim=-2).flatten(1, 2), torch.cat(sums, dim=-1).flatten(1, 2)
+
+
+def causal_backward(
+    grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, documents: Tensor, output: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, keys and values, at least fp32, through step 0's part of (output, lse), whatever else is in it.
+
+    grad, output [B, nh, T, hd]; lse [B, nh, T].
+    """
+    wide, scale = at_least_fp32(q.dtype), q.shape[-1] ** -0.5
+    wide_keys, wide_values = keys.to(wide)[:, :, None], values.to(wide)[:, :, None]
+    queries, outward, sums = group_heads(q, keys), group_heads(grad, keys), group_heads(lse, keys)
+    inner = group_heads((grad.to(wide) * output.to(wide)).sum(dim=-1), keys)
+    dq = torch.empty_like(queries, dtype=wide)
+    dk, dv = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
+    for start in range(0, q.shape[2], QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, q.shape[2])
+        block = slice(start, stop)
+        q_block, grad_block = queries[..., block, :].to(wide), outward[..., block, :].to(wide)
+        scores = q_block @ wide_keys[..., :stop, :].mT * scale
+        scores.masked_fill_(~visible(documents, start, stop), -torch.inf)
+        weights = scores.sub_(sums[..., block, None]).exp_()
+        dv[:, :, :stop] += (weights.mT @ grad_block).sum(dim=2)
+        d_scores = grad_block @ wide_values[..., :stop, :].mT
+        d_scores.sub_(inner[..., block, None]).mul_(weights).mul_(scale)
+        dq[..., block, :] = d_scores @ wide_keys[..., :stop, :]
+        dk[:, :, :stop] += (d_scores.mT @ q_block).sum(dim=2)
+    return dq.flatten(1, 2), dk, dv
+
+
+def merge_own(
+    output: Tensor, lse: Tensor, q: Tensor, own_keys: Sequence[Tensor], own_values: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(output, lse) of step 0 -> those over step 0 and each query's own keys; dtypes as they come."""
+    if not own_keys:
+        return output, lse
+    scores = [own_scores(q, key) for key in own_keys]
+    merged = torch.stack([lse, *scores]).logsumexp(dim=0)
+    grouped = group_heads(output * (lse - merged).exp()[..., None], own_keys[0])
+    for score, value in zip(scores, own_values, strict=True):
+        grouped = grouped + group_heads((score - merged).exp(), value)[..., None] * value[:, :, None]
+    return grouped.flatten(1, 2), merged
+
+
+def own_backward(
+    grad: Tensor, q: Tensor, own_keys: Sequence[Tensor], own_values: Sequence[Tensor], output: Tensor, lse: Tensor
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Gradients of q (own keys' share, at least fp32), of own_keys and of own_values."""
+    wide, scale = at_least_fp32(q.dtype), q.shape[-1] ** -0.5
+    grad = grad.to(wide)
+    inner = (grad * output.to(wide)).sum(dim=-1)
+    dq = torch.zeros_like(q, dtype=wide)
+    dk, dv = [], []
+    for key, value in zip(own_keys, own_values, strict=True):
+        weight = (own_scores(q, key) - lse).exp()
+        d_weight = (group_heads(grad, value) * value[:, :, None]).sum(dim=-1).flatten(1, 2)
+        d_score = (weight * (d_weight - inner) * scale)[..., None]
+        dq += (group_heads(d_score, key) * key[:, :, None]).flatten(1, 2)
+        dk.append(group_heads(d_score * q, key).sum(dim=2).to(key.dtype))
+        dv.append(group_heads(weight[..., None] * grad, value).sum(dim=2).to(value.dtype))
+    return dq, dk, dv
+
+
+def own_scores(q: Tensor, key: Tensor) -> Tensor:
+    """q . key / sqrt(hd) at each index, [B, nh, T], at least fp32."""
+    wide = at_least_fp32(q.dtype)
+    products = group_heads(q.to(wide), key) * key.to(wide)[:, :, None]
+    return products.sum(dim=-1).flatten(1, 2) * q.shape[-1] ** -0.5
+
+
+def group_heads(x: Tensor, keys: Tensor) -> Tensor:
+    """x [B, nh, ...] -> [B, nkv, nh / nkv, ...]: query heads beside the key-value head they share."""
+    return x.unflatten(1, (keys.shape[1], -1))
+
+
+def visible(documents: Tensor, start: int, stop: int) -> Tensor:
+    """Which of the keys 0 to stop - 1 each query start to stop - 1 sees: bool [B, 1, 1, stop - start, stop]."""
+    index = torch.arange(stop, device=documents.device)
+    same_document = documents[:, start:stop, None] == documents[:, None, :stop]
+    return (same_document & (index <= index[start:, None]))[:, None, None]
