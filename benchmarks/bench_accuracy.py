@@ -110,14 +110,15 @@ def print_table(
     columns = " | ".join(f"{name} perplexity | KL | top-1" for name in sets)
     print(f"| recipe | scheme | {columns} | 4-blocks | seconds |")
     print("|---" * (4 + 3 * len(sets)) + "|")
-    perplexities = [compare(source, w, expected[name], expected[name]).perplexity for name, w in sets.items()]
+    perplexities = [compare(w, source, expected[name], source, expected[name]).perplexity for name, w in sets.items()]
     print("| source | | " + " | ".join(f"{p:.3f} | |" for p in perplexities) + " | |")
     for recipe, (directory, seconds) in checkpoints.items():
         quantized = StreamedModel(Checkpoint(directory), compute)
         for scheme in Scheme:
             cells = []
             for name, w in sets.items():
-                q = compare(source, w, expected[name], last_hidden(quantized, w, scheme, compute.batch_tokens))
+                got = last_hidden(quantized, w, scheme, compute.batch_tokens)
+                q = compare(w, source, expected[name], quantized, got)
                 cells.append(f"{q.perplexity:.3f} | {q.kl:.4f} +- {q.kl_error:.4f} | {q.top1:.1%}")
             fours, took = share_of_fours(directory), "" if seconds is None else f"{seconds:.1f}"
             print(f"| {recipe} | {scheme.value} | {' | '.join(cells)} | {fours} | {took} |", flush=True)

@@ -40,7 +40,7 @@ class QuantizedWeight:
 
 
 def to_tensors(module: str, quantized: QuantizedWeight, layout: Layout) -> dict[str, Tensor]:
-    """The named tensors that stand for `module` in a file; the scalars are its own, safetensors takes no shared ones."""
+    """The tensors that stand for `module` in a file, by name; its scalars are copies, safetensors refuses shared ones."""
     codes, block_scales, tensor_scale = WEIGHT_TENSORS[layout]
     scalars = {tensor_scale: quantized.weight.tensor_scale}
     if quantized.input_scale is not None:

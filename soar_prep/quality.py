@@ -53,20 +53,19 @@ def last_hidden(model: StreamedModel, windows: Windows, scheme: Scheme, batch_to
 
 
 @torch.no_grad()
-def compare(model: StreamedModel, windows: Windows, source: Tensor, quantized: Tensor) -> Quality:
-    """Quality from the last hidden states [n, T, D] of source and quantized; `model` lends norm and head.
-
-    Both models have the same norm and head, because neither is ever quantized here.
-    """
+def compare(
+    windows: Windows, source: StreamedModel, h_source: Tensor, quantized: StreamedModel, h_quantized: Tensor
+) -> Quality:
+    """Quality from the last hidden states [n, T, D] of both models, each through its own norm and head."""
     windows_figures = []
-    for ids, mask, h_source, h_quantized in zip(windows.token_ids, windows.mask, source, quantized, strict=True):
-        is_predicted = mask[1:].to(model.device)
+    for ids, mask, h_p, h_q in zip(windows.token_ids, windows.mask, h_source, h_quantized, strict=True):
+        is_predicted = mask[1:].to(source.device)
         parts = []
         for start in range(0, len(ids) - 1, LOGIT_TOKENS):
             span = slice(start, min(start + LOGIT_TOKENS, len(ids) - 1))
-            targets = ids[span.start + 1 : span.stop + 1].to(model.device)
-            p = model.logits(ids[None, span], h_source[None, span])[0].log_softmax(dim=-1)
-            q = model.logits(ids[None, span], h_quantized[None, span])[0].log_softmax(dim=-1)
+            targets = ids[span.start + 1 : span.stop + 1].to(source.device)
+            p = source.logits(ids[None, span], h_p[None, span])[0].log_softmax(dim=-1)
+            q = quantized.logits(ids[None, span], h_q[None, span])[0].log_softmax(dim=-1)
             divergences = kl_div(q, p, log_target=True, reduction="none").sum(dim=-1)
             agrees = (p.argmax(-1) == q.argmax(-1)).float()
             nll_p, nll_q = (-x.gather(-1, targets[:, None])[:, 0] for x in (p, q))
@@ -84,18 +83,14 @@ def compare(model: StreamedModel, windows: Windows, source: Tensor, quantized: T
     )
 
 
-def measure(
-    source: Checkpoint, quantized: Checkpoint, windows: Windows, compute: Compute, trust_remote_code: bool
-) -> dict[str, Quality]:
-    """Quality by scheme, both models read from disk: w4a16 always, w4a4 where activations may be quantized."""
-    reference = StreamedModel(source, compute, trust_remote_code)
-    expected = last_hidden(reference, windows, Scheme.w4a16, compute.batch_tokens)
-    del reference
-    model = StreamedModel(quantized, compute, trust_remote_code)
+def measure(source: StreamedModel, quantized: Checkpoint, windows: Windows, settings: Compute) -> dict[str, Quality]:
+    """Quality by scheme of a checkpoint read from disk: w4a16 always, w4a4 where activations may be quantized."""
+    expected = last_hidden(source, windows, Scheme.w4a16, settings.batch_tokens)
+    model = StreamedModel(quantized, settings, source.trust_remote_code)
     quality = {}
     for scheme in [Scheme.w4a16] if is_weight_only(quantized.config) else [Scheme.w4a16, Scheme.w4a4]:
-        got = last_hidden(model, windows, scheme, compute.batch_tokens)
-        quality[scheme.value] = compare(model, windows, expected, got)
+        got = last_hidden(model, windows, scheme, settings.batch_tokens)
+        quality[scheme.value] = compare(windows, source, expected, model, got)
     return quality
 
 

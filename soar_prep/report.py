@@ -44,7 +44,7 @@ class Progress:
         if self.run is not None:
             self.run.log({k: v for k, v in figures.items() if isinstance(v, int | float)})
         shown = f"{shown}, {peak_memory() / 2**30:.1f} GiB"
-        self.bar.set_postfix_str(shown)
+        self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update()
         if self.bar.disable:
             remaining = elapsed / self.done * (self.steps - self.done)

@@ -28,7 +28,7 @@ class StreamedModel:
     """The decoder of a checkpoint, BF16 or NVFP4, layer by layer. Batches start at position 0 and attend causally."""
 
     def __init__(self, checkpoint: Checkpoint, compute: Compute, trust_remote_code: bool = False):
-        self.checkpoint = checkpoint
+        self.checkpoint, self.trust_remote_code = checkpoint, trust_remote_code
         self.device = pick_device(compute)
         self.dtype = pick_dtype(compute, self.device)
         self.model = build_without_weights(checkpoint, trust_remote_code)

@@ -15,7 +15,7 @@ from soar_prep.checkpoint import INDEX, Checkpoint, find_model, open_shard
 from soar_prep.errors import CheckFailed, UserError
 from soar_prep.fouroversix.blocks import BLOCK
 from soar_prep.layouts import FUSED_GROUPS, INPUT_TENSOR, WEIGHT_TENSORS, from_tensors, is_weight_only, layout_of
-from soar_prep.settings import Layout, Verify
+from soar_prep.settings import Layout, Scheme, Verify
 
 EMBEDDING = re.compile(r"emb|wte|wpe")
 
@@ -37,16 +37,18 @@ def verify(settings: Verify) -> None:
 
 def verify_quality(settings: Verify, checkpoint: Checkpoint) -> None:
     from soar_prep.quality import check_gate, measure, quality_lines  # with transformers: structure needs none
+    from soar_prep.streaming import StreamedModel
     from soar_prep.text import load_tokenizer, load_windows
 
-    reference = Checkpoint(find_model(str(settings.reference)))
-    tokenizer = load_tokenizer(reference.directory, settings.trust_remote_code)
-    context = reference.config.get("max_position_embeddings", settings.evaluation.length)
-    windows = load_windows(settings.evaluation, tokenizer, context, "evaluation", held_out=True)
-    quality = measure(reference, checkpoint, windows, settings.compute, settings.trust_remote_code)
+    if settings.scheme is Scheme.w4a4 and is_weight_only(checkpoint.config):
+        raise UserError("scheme=w4a4: this checkpoint is weight-only; use scheme=w4a16")
+    source = StreamedModel(
+        Checkpoint(find_model(str(settings.reference))), settings.compute, settings.trust_remote_code
+    )
+    tokenizer = load_tokenizer(source.checkpoint.directory, settings.trust_remote_code)
+    windows = load_windows(settings.evaluation, tokenizer, source.context, "evaluation", held_out=True)
+    quality = measure(source, checkpoint, windows, settings.compute)
     print(*quality_lines(quality), sep="\n")
-    if settings.scheme.value not in quality:
-        raise UserError(f"scheme={settings.scheme.value}: this checkpoint is weight-only; use scheme=w4a16")
     check_gate(quality[settings.scheme.value], settings.gate, checkpoint.directory)
 
 

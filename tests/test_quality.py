@@ -36,7 +36,7 @@ def test_figures_are_those_of_whole_models(
     monkeypatch.setattr(quality_module, "LOGIT_TOKENS", chunk)
     windows = windows_of(24, 5, 2, 17)
     source, written = Checkpoint(model_directory(name)), Checkpoint(quantized(name))
-    got = measure(source, written, windows, FP32, trust_remote_code=False)["w4a16"]
+    got = measure(StreamedModel(source, FP32), written, windows, FP32)["w4a16"]
 
     loaded = [AutoModelForCausalLM.from_pretrained(source.directory, dtype=torch.float32).eval() for _ in range(2)]
     for linear, module in loaded[1].named_modules():
@@ -67,7 +67,7 @@ def test_a_model_is_no_distance_from_itself(model_directory: Models):
     model = StreamedModel(Checkpoint(model_directory("mistral")), FP32)
     windows = windows_of(16, 9)
     hidden = last_hidden(model, windows, Scheme.w4a16, batch_tokens=8192)
-    same = compare(model, windows, hidden, hidden)
+    same = compare(windows, model, hidden, model, hidden)
     assert (same.kl, same.kl_error, same.top1) == (0, 0, 1)
     assert same.perplexity == same.source_perplexity > 1
 
@@ -81,7 +81,7 @@ def test_standard_error_is_over_windows(model_directory: Models):
 
     def part(rows: slice) -> Quality:
         some = Windows(windows.token_ids[rows], windows.mask[rows])
-        return compare(model, some, hidden[rows], noisy[rows])
+        return compare(some, model, hidden[rows], model, noisy[rows])
 
     singles = torch.tensor([part(slice(i, i + 1)).kl for i in range(3)])
     assert part(slice(0, 1)).kl_error == 0

@@ -26,7 +26,7 @@ class Budget:
     hessians: int  # of one layer, and the workspace of the largest solve
     rest: int  # embeddings, last norm, head
     forward: int  # one batch inside a layer, or its logits
-    output: int  # the checkpoint on disk
+    output: int  # the checkpoint on disk, less what an interrupted run has written
     device_free: int
     host_free: int
     disk_free: int
@@ -97,13 +97,14 @@ def plan_budget(
     host_free = psutil.virtual_memory().available
     output = Path(settings.output).expanduser()
     existing = next(p for p in (output, *output.absolute().parents) if p.exists())
+    written = sum(p.stat().st_size for p in output.with_name(output.name + ".partial").glob("*.safetensors"))
     return Budget(
         activations=windows.token_ids.numel() * model.hidden_size * item,
         layer=2 * layer_elements * item,
         hessians=sum(4 * k * k for k in widths) + largest_solve,
         rest=rest * item,
         forward=max(batch * width * item, 3 * 512 * text_config.vocab_size * 4),
-        output=(sum(elements.values()) - quantized) * 2 + int(quantized * (0.5 + 1 / 16)),
+        output=(sum(elements.values()) - quantized) * 2 + int(quantized * (0.5 + 1 / 16)) - written,
         device_free=torch.cuda.mem_get_info(model.device)[0] if on_gpu else host_free,
         host_free=host_free,
         disk_free=shutil.disk_usage(existing).free,

@@ -69,11 +69,12 @@ def quantize(settings: Quantize) -> Path:
         source,
         side_configs(settings.export, ignore, settings.weight_only_config),
     )
-    quality = measure(source, Checkpoint(output.directory), held_out, settings.compute, settings.trust_remote_code)
+    written = Checkpoint(output.directory)
+    quality = measure(model, written, held_out, settings.compute)
     print(*quality_lines(quality), sep="\n", flush=True)
     check_gate(quality[settings.scheme.value], settings.gate, output.directory)
     facts = run_facts(settings, model.device, hashes, windows, held_out, records, quality)
-    facts |= {"source_bytes": source.size(), "output_bytes": Checkpoint(output.directory).size()}
+    facts |= {"source_bytes": source.size(), "output_bytes": written.size()}
     output.add_json("run.json", facts)
     write_page(output.directory / "report.html", facts, progress.elapsed())
     progress.close({f"{scheme}_kl": q.kl for scheme, q in quality.items()})
@@ -83,6 +84,8 @@ def quantize(settings: Quantize) -> Path:
 
 def open_source(settings: Quantize) -> Checkpoint:
     refuse_existing(Path(settings.output))
+    if settings.weight_only_config and settings.scheme is Scheme.w4a4:
+        raise UserError("weight_only_config=true: excludes scheme=w4a4; use scheme=w4a16, or leave the config open")
     checkpoint = Checkpoint(find_model(settings.model))
     if checkpoint.config.get("quantization_config"):
         method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
