@@ -40,7 +40,7 @@ class QuantizedWeight:
 
 
 def to_tensors(module: str, quantized: QuantizedWeight, layout: Layout) -> dict[str, Tensor]:
-    """The tensors that stand for `module` in a file, by name; its scalars are copies, safetensors refuses shared ones."""
+    """The tensors that stand for `module` in a file; its scalars are copies, since safetensors refuses shared ones."""
     codes, block_scales, tensor_scale = WEIGHT_TENSORS[layout]
     scalars = {tensor_scale: quantized.weight.tensor_scale}
     if quantized.input_scale is not None:
