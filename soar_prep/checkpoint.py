@@ -113,13 +113,13 @@ class Checkpoint:
         return sha256(self.directory / file)
 
 
-def find_model(model: str) -> Path:
-    """Local directory of a model: `model` itself, or a snapshot of that hub id. UserError if there is neither."""
+def find_model(model: str, option: str = "model") -> Path:
+    """Local directory of a model: `model` itself, or a snapshot of that hub id. UserError, with the option's name."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.exists() or model.startswith((".", "/", "~")):
-        raise UserError(f"model={model}: no such directory; give a Hugging Face model directory or a hub id")
+        raise UserError(f"{option}={model}: no such directory; give a Hugging Face model directory or a hub id")
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.py", "*.jinja", "LICENSE*"]
@@ -128,7 +128,7 @@ def find_model(model: str) -> Path:
     except Exception as error:  # the hub client raises a dozen unrelated types; all mean the same to the user
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"model={model}: not a directory here, and the hub did not give it ({reason}); "
+            f"{option}={model}: not a directory here, and the hub did not give it ({reason}); "
             "check the name, the network and `hf auth login`"
         ) from None
 

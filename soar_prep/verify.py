@@ -43,7 +43,7 @@ def verify_quality(settings: Verify, checkpoint: Checkpoint) -> None:
     if settings.scheme is Scheme.w4a4 and is_weight_only(checkpoint.config):
         raise UserError("scheme=w4a4: this checkpoint is weight-only; use scheme=w4a16")
     source = StreamedModel(
-        Checkpoint(find_model(str(settings.reference))), settings.compute, settings.trust_remote_code
+        Checkpoint(find_model(str(settings.reference), "reference")), settings.compute, settings.trust_remote_code
     )
     tokenizer = load_tokenizer(source.checkpoint.directory, settings.trust_remote_code)
     windows = load_windows(settings.evaluation, tokenizer, source.context, "evaluation", held_out=True)
