@@ -102,7 +102,7 @@ def test_zero_when_draft_is_target(kind: LossKind, dtype: torch.dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_probabilities_give_no_gradient(kind: LossKind):
-    """Catches A = [q < p]: where q = p exactly, s is 1 and nothing may move."""
+    """Catches a push away from a perfect draft: where q = p exactly, s - A is zero and nothing may move."""
     full = torch.zeros(1, 4, dtype=torch.float64)
     z = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
     step_loss(z, teacher_of(full, torch.arange(4)), kind).loss.backward()
