@@ -1,6 +1,5 @@
 """Tiny random models with real tokenizers, built once a session, and the command line run in this process."""
 
-import atexit
 import contextlib
 import gc
 import io
@@ -17,7 +16,6 @@ from typing import Any
 
 # Before transformers is imported: nothing here may look at, or write to, the user's cache or the network.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="soar-prep-tests-")
-atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Matrices this small are slower on two threads than on one, tenfold when the machine is busy.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -91,6 +89,10 @@ class Ran:
     code: int
     out: str
     err: str
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
 def save_tokenizer(directory: Path, adds_bos: bool = True, chat_template: str | None = CHAT_TEMPLATE) -> None:

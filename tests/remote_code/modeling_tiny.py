@@ -5,7 +5,6 @@ divided by hidden_size / dim_model_base. Positions are learned, attention is cau
 """
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -45,8 +44,9 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.heads = config.num_attention_heads
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(self, name, nn.Linear(config.hidden_size, config.hidden_size, bias=False))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(config.hidden_size, config.hidden_size, bias=False) for _ in range(4)
+        )
 
     def forward(self, x, mask):
         q, k, v = (
@@ -105,8 +105,6 @@ class TinyModel(TinyPreTrainedModel):
 
 
 class TinyForCausalLM(TinyPreTrainedModel):
-    _tied_weights_keys: ClassVar = {}
-
     def __init__(self, config):
         super().__init__(config)
         self.model = TinyModel(config)
