@@ -15,14 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from soar_prep.checkpoint import (
-    SINGLE,
-    Checkpoint,
-    has_only_finite,
-    refuse_existing,
-    write_atomically,
-    write_json,
-)
+from soar_prep.checkpoint import SINGLE, Checkpoint, has_only_finite, refuse_existing, write_atomically, write_json
 from soar_prep.eagle3.draft import Draft, DraftConfig
 from soar_prep.errors import UserError
 
