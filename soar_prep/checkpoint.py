@@ -89,11 +89,17 @@ class Checkpoint:
         return sum((self.directory / file).stat().st_size for file in set(self.files.values()))
 
     def side_files(self) -> Iterator[Path]:
-        """Everything that is neither weights nor their index nor config.json: tokenizer, template, code, licence."""
+        """What is neither weights nor their index nor config.json: tokenizer, templates, code, licence.
+
+        Paths relative to the directory, those in its folders too unless a folder is hidden (.git, .cache).
+        """
         weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
-        for path in sorted(self.directory.iterdir()):
-            if path.is_file() and not path.name.endswith(weights) and path.name != "config.json":
-                yield path
+        for path in sorted(self.directory.rglob("*")):
+            inside = path.relative_to(self.directory)
+            is_hidden = any(part.startswith(".") for part in inside.parts[:-1])
+            is_side = not path.name.endswith(weights) and inside != Path("config.json") and not is_hidden
+            if is_side and path.is_file():
+                yield inside
 
     def check_and_hash(self) -> dict[str, str]:
         """Read every shard once: sha256 of each file; a NaN or infinity in any weight is a UserError that names it."""
@@ -212,7 +218,8 @@ class PartialOutput:
             weight_map |= dict.fromkeys(sizes, self.shard_name(part))
             total += sum(sizes.values())
         for path in source.side_files():
-            shutil.copyfile(path, self.directory / path.name)
+            (self.directory / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.directory / path, self.directory / path)
         for name, content in extra.items():
             write_json(self.directory / name, content)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

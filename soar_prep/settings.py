@@ -14,42 +14,49 @@ from soar_prep.errors import UserError
 REQUIRED = "???"  # OmegaConf's word for an option without a default
 
 
-class ScaleRule(Enum):
+class Choice(Enum):
+    """An option with a few named values; `${scale_rule}` in another option becomes the plain name."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class ScaleRule(Choice):
     six = "six"
     four_over_six = "four_over_six"
     sweep = "sweep"
 
 
-class ScaleError(Enum):
+class ScaleError(Choice):
     mse = "mse"
     mae = "mae"
     abs_max = "abs_max"
     hessian_diag = "hessian_diag"
 
 
-class Method(Enum):
+class Method(Choice):
     gptq = "gptq"
     round_to_nearest = "round_to_nearest"
 
 
-class Scheme(Enum):
+class Scheme(Choice):
     w4a16 = "w4a16"
     w4a4 = "w4a4"
 
 
-class Layout(Enum):
+class Layout(Choice):
     compressed_tensors = "compressed_tensors"
     modelopt = "modelopt"
 
 
-class TextSource(Enum):
+class TextSource(Choice):
     builtin = "builtin"
     chat = "chat"
     text = "text"
     tokens = "tokens"
 
 
-class WandbMode(Enum):
+class WandbMode(Choice):
     disabled = "disabled"
     offline = "offline"
     online = "online"

@@ -36,6 +36,7 @@ class StreamedModel:
         text_config = self.model.config.get_text_config()
         self.hidden_size: int = text_config.hidden_size
         self.context: int = text_config.max_position_embeddings
+        self.vocab_size: int = text_config.vocab_size
         self._load_all_but_layers()
         self._arguments: dict[torch.Size, list[dict[str, Any]]] = {}
         self._layer_returns_tuple = False

@@ -117,10 +117,12 @@ def test_side_files_are_all_but_weights_and_config(model_copy: Copies):
     directory = model_copy("mistral")
     for name in ("pytorch_model.bin", "x.gguf", "consolidated.pth", "original.safetensors", "x.index.json", "code.py"):
         (directory / name).write_bytes(b"x")
-    (directory / "subdirectory").mkdir()
-    assert [path.name for path in Checkpoint(directory).side_files()] == [
-        *("LICENSE", "chat_template.jinja", "code.py", "generation_config.json", "tokenizer.json"),
-        "tokenizer_config.json",
+    for name in ("additional_chat_templates/tools.jinja", "original/params.pth", ".git/config", "parts/config.json"):
+        (directory / name).parent.mkdir()
+        (directory / name).write_bytes(b"x")
+    assert [str(path) for path in Checkpoint(directory).side_files()] == [
+        *("LICENSE", "additional_chat_templates/tools.jinja", "chat_template.jinja", "code.py"),
+        *("generation_config.json", "parts/config.json", "tokenizer.json", "tokenizer_config.json"),
     ]
 
 
@@ -176,7 +178,7 @@ def test_whole_life_of_an_output(model_directory: Models, tmp_path: Path):
     output.add_json("run.json", {"y": 2})
     output.finish()
 
-    side_files = [path.name for path in source.side_files()]
+    side_files = [str(path) for path in source.side_files()]
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     written = sorted(path.name for path in output.output.iterdir())
     assert written == sorted([*shards, *side_files, INDEX, "config.json", "extra.json", "run.json"])

@@ -101,6 +101,12 @@ def load_texts(settings: Quantize, model: StreamedModel) -> tuple[Windows, Windo
     tokenizer = load_tokenizer(model.checkpoint.directory, settings.trust_remote_code)
     windows = load_windows(settings.calibration, tokenizer, model.context, "calibration")
     held_out = load_windows(settings.evaluation, tokenizer, model.context, "evaluation", held_out=True)
+    largest = int(max(windows.token_ids.max(), held_out.token_ids.max()))
+    if largest >= model.vocab_size:
+        raise UserError(
+            f"{model.checkpoint.directory}: the tokenizer gives token id {largest}, but the model embeds only "
+            f"{model.vocab_size} tokens; do both belong together?"
+        )
     wanted = settings.calibration.samples
     print(
         f"calibration: {len(windows)} of {wanted} windows, {windows.n_tokens} tokens, {windows.truncated} cut at "

@@ -520,3 +520,20 @@ def test_quality_is_that_of_the_written_files(quantized: Outputs, model_director
     p, q = logits
     kl = (p.exp() * (p - q)).sum(-1).mean().item()
     assert facts_of(directory)["quality"]["w4a16"]["kl"] == pytest.approx(kl, rel=1e-3)
+
+
+def test_tokenizer_of_another_model_is_refused(
+    model_copy: Callable[..., Path], soar_prep: Callable[..., Any], tmp_path: Path
+):
+    """Catches an index error in the embedding, after all weights were read, where tokenizer and model differ."""
+    directory = model_copy("mistral", vocab_size=200)
+    shard = directory / "model.safetensors"
+    tensors = load_file(shard)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:200].clone()
+    save_file(tensors, shard, metadata={"format": "pt"})
+    ran = soar_prep("quantize", f"model={directory}", f"output={tmp_path / 'out'}", *SMALL)
+    assert ran.code == 2
+    assert "but the model embeds only 200 tokens" in ran.err
+    assert ran.err.count("\n") == 1
+    assert not (tmp_path / "out.partial").exists()
