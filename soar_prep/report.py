@@ -78,7 +78,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions, source commit and device of this run."""
     return {
         "python": platform.python_version(),
-        "packages": {name: installed_version(name) for name in PACKAGES},
+        # torch tells its build too, 2.13.0+cu130; the package index does not
+        "packages": {name: installed_version(name) for name in PACKAGES} | {"torch": str(torch.__version__)},
         "commit": source_commit(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
     }
