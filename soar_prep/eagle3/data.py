@@ -1,6 +1,6 @@
 """Conversations to batches: the samples of a run, and the order in which every rank sees them.
 
-    samples = load_samples(settings, tokenizer, context, "data")    # all of them, in memory, six bytes a token
+    samples = load_samples(settings, tokenizer, context, "data")    # all of them, in memory, five bytes a token
     for batch, place in batches(samples, batching, place):          # without end; `place` resumes exactly there
         ...
 
