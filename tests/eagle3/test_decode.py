@@ -279,6 +279,52 @@ def test_the_tree_holds_the_best():
     assert all(0 <= parent < node for node, parent in enumerate(tree.parents) if node)
 
 
+def test_the_best_nodes_are_expanded():
+    """Catches a level that grows from the first nodes instead of the likeliest."""
+    target, draft = Recurrent(13), make_draft(13, WIDTH, range(13))
+    guesser, several = Guesser(draft, target.embed), 0
+    with torch.no_grad():
+        for last in range(13):
+            guesser.read(target.start([last]).aux, [6])
+            tree = guesser.grow(6, Speculation(depth=3, candidates=100, width=2), torch.Generator())
+            level = [node for node in range(len(tree.tokens)) if len(path_to(node, tree.parents)) == 3]
+            best = sorted(level, key=lambda node: -tree.scores[node])[:2]
+            assert set(best) == set(tree.parents) & set(level)
+            several += len({tree.parents[node] for node in best}) == 2
+    assert several
+
+
+def test_the_draft_reads_the_accepted_states(monkeypatch: pytest.MonkeyPatch):
+    """Catches states of rejected nodes, or of others than the tokens read: silent, for only acceptance suffers."""
+    target, given = Recurrent(13), []
+    read = Guesser.read
+
+    def spy(self: Guesser, aux: Tensor, following: Sequence[int]) -> None:
+        given.append((aux, list(following)))
+        read(self, aux, following)
+
+    monkeypatch.setattr(Guesser, "read", spy)
+    done = decode(target, make_draft(13, WIDTH, range(13)), target.embed, [3, 1, 7], D7, 30)
+    assert max(done.accepted[:-1]) > 1
+    following = [token for _, tokens in given for token in tokens]
+    text = [3, *following]
+    assert text[3:] == done.tokens[: len(text) - 3]
+    torch.testing.assert_close(torch.cat([aux for aux, _ in given]), target.start(text[:-1]).aux)
+
+
+def test_the_draft_draws_at_the_temperature():
+    """Catches a draft that is hotter or colder than its target: still exact, but less is accepted."""
+    target, draft = Recurrent(13), make_draft(13, WIDTH, range(13))
+    qs = []
+    for temperature in (1.0, 2.0):
+        guesser = Guesser(draft, target.embed)
+        how = Speculation(depth=1, candidates=2, width=1, choice=Choice.rejection, temperature=temperature)
+        with torch.no_grad():
+            guesser.read(target.start([4]).aux, [6])
+            qs.append(guesser.grow(6, how, torch.Generator()).q[0])
+    torch.testing.assert_close(qs[1], qs[0].sqrt() / qs[0].sqrt().sum())
+
+
 def test_prune_keeps_parents_where_scores_tie():
     """Catches an orphan: a certain child scores exactly as its parent does."""
     tree = prune(decoding.Tree([9, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [0.0, -1.0, -0.5, -1.0, -0.5]), 3)
