@@ -10,5 +10,6 @@ attention.py    step k sees step 0 causally, and of steps 1 to k only its own ke
 loss.py         KL at first, the rate of acceptance in the end
 ttt.py          training-time test: seven steps, each fed what the draft itself gave; the teacher's rows
 metrics.py      acceptance figures
+decode.py       real speculative decoding, chain and tree, for measuring
 export.py       the directory that SGLang loads
 """
