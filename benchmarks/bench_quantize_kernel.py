@@ -145,7 +145,7 @@ def time_calls(call: Callable[[], object], repeats: int = 5) -> float:
 def measure_copy() -> float:
     """Bytes a second, read and written, of a device-to-device copy of four times COLD_BYTES.
 
-    Not from a CUDA graph: replayed from one, copies of 512 MiB came out at 2.7 TB/s on an H200, below the kernel's rate.
+    Not from a CUDA graph: replayed from one on an H200, copies came out at 2.7 TB/s, below the kernel's own rate.
     """
     source = torch.zeros(4 * COLD_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
