@@ -56,6 +56,23 @@ class TextSource(Choice):
     tokens = "tokens"
 
 
+class LossKind(Choice):
+    hybrid = "hybrid"
+    neg_log_alpha = "neg_log_alpha"
+    kl = "kl"
+    tv = "tv"
+
+
+class PositionRule(Choice):
+    natural = "natural"
+    aoi = "aoi"
+
+
+class Parallel(Choice):
+    ddp = "ddp"
+    fsdp = "fsdp"
+
+
 class WandbMode(Choice):
     disabled = "disabled"
     offline = "offline"
@@ -128,7 +145,7 @@ class Wandb:
 class Compute:
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
     dtype: str = option("auto", "arithmetic of the forward passes: auto (bfloat16 on a GPU, else float32) or a name")
-    batch_tokens: int = option(8192, "tokens a forward pass, and a Hessian product, at the most", 1)
+    batch_tokens: int = option(8192, "tokens a forward pass at the most, on each device", 1)
     threads: int | None = option(None, "CPU threads; all cores if not given", 1)
 
 
@@ -175,6 +192,126 @@ class Verify:
     scheme: Scheme = option(Scheme.w4a16, "whose figures the gate looks at: w4a16 weights only, w4a4 activations too")
     evaluation: Evaluation = option(Evaluation, "held-out text")
     gate: Gate = option(Gate, "quality the checkpoint must have")
+    compute: Compute = option(Compute, "where and how")
+
+
+@dataclass
+class Data(Text):
+    source: TextSource = option(
+        TextSource.chat,
+        "chat: conversations through the chat template, the assistant's tokens supervised; text, tokens, builtin: all",
+    )
+    path: str | None = option(
+        None, "chat, text: a .jsonl, .parquet or .txt file or a dataset id; tokens: an .npy file, integers [n, T]"
+    )
+    samples: int = option(100_000, "conversations, or rows of text, at the most", 1)
+    length: int = option(2048, "tokens of a sample at the most; what is beyond is cut", 2)
+    pack: bool = option(False, "several samples in a row of `length` tokens, which do not see each other: less padding")
+    regenerate: bool = option(False, "chat: the target's own answers in place of those in the data")
+    answer_tokens: int = option(512, "regenerate: tokens of an answer at the most", 1)
+    temperature: float = option(0.0, "regenerate: 0 for the likeliest token, above to draw from the target", 0.0)
+
+
+@dataclass
+class HeldOut:
+    samples: int = option(64, "held-out samples; without a path the first ones of data, which are not trained on", 1)
+    path: str | None = option(None, "a file or dataset id of the same kind as data.path, for held-out samples")
+    every: int = option(200, "training steps between two evaluations", 1)
+
+
+@dataclass
+class Decoding:
+    prompts: int = option(8, "held-out prompts for REAL speculative decoding, before and after training; 0 for none", 0)
+    tokens: int = option(64, "tokens to decode for each", 1)
+    depth: int = option(7, "guesses on a path at the most", 1)
+    candidates: int = option(15, "nodes of a tree that the target scores a round, the pending token among them", 2)
+    width: int = option(4, "guesses that a tree branches into; a chain is always measured too", 1)
+
+
+@dataclass
+class DraftShape:
+    init: str | None = option(None, "a draft directory to go on from; its shapes and vocabulary are kept")
+    aux_layers: list[int] | None = option(None, "three target layers, from 0, whose outputs the draft reads")
+    intermediate_size: int | None = option(None, "width of the MLP; the target's if not given", 1)
+    num_attention_heads: int | None = option(None, "query heads; the target's if not given", 1)
+    num_key_value_heads: int | None = option(None, "key-value heads; the target's if not given", 1)
+    head_dim: int | None = option(None, "width of a head; the target's if not given", 2)
+    draft_vocab_size: int | None = option(None, "tokens the draft knows; 32000 or the target's if not given", 1)
+    rms_norm_eps: float | None = option(None, "the target's if not given", 0.0)
+    rope_theta: float | None = option(None, "the target's if not given; larger for longer contexts", 1.0)
+    max_position_embeddings: int | None = option(None, "positions to serve; the target's if not given", 1)
+    fc_norm: bool = option(False, "an RMSNorm on each of the target's three states (EAGLE-3.1)")
+    norm_output: bool = option(False, "the next step is fed the normed hidden state (EAGLE-3.1)")
+    head_from_target: bool = option(True, "start lm_head as the target's rows of the draft's tokens, else random")
+
+
+@dataclass
+class Loss:
+    kind: LossKind = option(
+        LossKind.hybrid, "hybrid: KL at first, acceptance as it grows; neg_log_alpha; kl; tv (1 - acceptance)"
+    )
+    eta: float = option(3.0, "hybrid: KL's share is exp(-eta * mean acceptance)", 0.0)
+    steps: int = option(7, "steps of the training-time test: guesses ahead", 1)
+    decay: float = option(0.8, "weight of a step's loss against the one before", 0.0, 1.0)
+
+
+@dataclass
+class Positions:
+    rule: PositionRule = option(
+        PositionRule.natural, "natural: 0, 1, 2, ...; aoi: all but a few first tokens are moved far off, anywhere"
+    )
+    gaps: int = option(0, "aoi: further jumps inside a sample", 0)
+
+
+@dataclass
+class Optimizer:
+    learning_rate: float = option(3e-4, "AdamW, at the top of its cosine schedule", 0.0)
+    warmup: float = option(0.03, "share of the steps in which it rises", 0.0, 1.0)
+    weight_decay: float = option(0.0, "AdamW's, on matrices", 0.0)
+    clip: float = option(1.0, "largest norm of the gradient", 0.0)
+    epochs: float = option(1.0, "passes over the data", 0.0)
+    steps: int | None = option(None, "updates; instead of epochs", 1)
+    accumulate: int = option(1, "batches an update, on each device", 1)
+    ema: float = option(0.0, "decay of an average of the weights, which is evaluated and written; 0: none", 0.0, 1.0)
+
+
+@dataclass
+class TrainDraft:
+    target: str = option(REQUIRED, "a Hugging Face model directory or hub id: BF16, or NVFP4 by soar-prep quantize")
+    output: str = option(REQUIRED, "directory to write; must not exist, or be an interrupted run with these settings")
+    states: str | None = option(None, "target states from `soar-prep capture`, with their data; instead of data.path")
+    trust_remote_code: bool = option(False, "run the modelling code that the model directory brings")
+    scheme: Scheme = option(
+        Scheme.w4a16, "how an NVFP4 target will be served: w4a16 weights only, w4a4 quantized activations too"
+    )
+    seed: int = option(0, "weights at the start, order of the data, drawn positions", 0)
+    parallel: Parallel = option(Parallel.ddp, "several processes: ddp, each with all weights; fsdp, each with a part")
+    checkpointing: bool = option(False, "compute each step's activations twice, to keep fewer of them")
+    save_every: int = option(200, "updates between two saved states, from which a killed run resumes", 1)
+    data: Data = option(Data, "what is trained on")
+    evaluation: HeldOut = option(HeldOut, "held-out text: acceptance figures")
+    decoding: Decoding = option(Decoding, "real speculative decoding of held-out prompts")
+    draft: DraftShape = option(DraftShape, "the draft's shape, and what it starts from")
+    loss: Loss = option(Loss, "training-time test and its loss")
+    positions: Positions = option(Positions, "positions for RoPE")
+    optimizer: Optimizer = option(Optimizer, "and its schedule")
+    compute: Compute = option(Compute, "where and how")
+    wandb: Wandb = option(Wandb, "experiment tracking")
+
+
+@dataclass
+class Capture:
+    target: str = option(REQUIRED, "a Hugging Face model directory or hub id: BF16, or NVFP4 by soar-prep quantize")
+    output: str = option(REQUIRED, "directory to write; must not exist, or be an interrupted run with these settings")
+    trust_remote_code: bool = option(False, "run the modelling code that the model directory brings")
+    scheme: Scheme = option(
+        Scheme.w4a16, "how an NVFP4 target will be served: w4a16 weights only, w4a4 quantized activations too"
+    )
+    aux_layers: list[int] | None = option(None, "three layers, from 0, whose outputs the draft will read")
+    shard_tokens: int = option(65_536, "tokens a file at the most", 1)
+    dry_run: bool = option(False, "only tell how large the states will be")
+    data: Data = option(Data, "whose states")
+    evaluation: HeldOut = option(HeldOut, "held-out text, whose states are kept too")
     compute: Compute = option(Compute, "where and how")
 
 

@@ -5,9 +5,19 @@ from typing import Any
 import pytest
 
 from soar_prep.errors import UserError
-from soar_prep.settings import REQUIRED, Quantize, Verify, check_ranges, manual, option_names, range_text
+from soar_prep.settings import (
+    REQUIRED,
+    Capture,
+    Quantize,
+    TrainDraft,
+    Verify,
+    check_ranges,
+    manual,
+    option_names,
+    range_text,
+)
 
-COMMANDS = [Quantize, Verify]
+COMMANDS = [Quantize, Verify, TrainDraft, Capture]
 
 
 def leaves(settings: type, prefix: str = "") -> dict[str, tuple[Any, Any]]:

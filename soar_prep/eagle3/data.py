@@ -1,6 +1,6 @@
 """Conversations to batches: the samples of a run, and the order in which every rank sees them.
 
-    samples = load_samples(settings, tokenizer, context, "data")    # all of them, in memory, five bytes a token
+    held_out, samples = load_parts(data, evaluation, tokenizer, context)    # in memory, five bytes a token
     for batch, place in batches(samples, batching, place):          # without end; `place` resumes exactly there
         ...
 
@@ -11,7 +11,7 @@ apart: attention must not cross from one into another, and neither must a predic
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from soar_prep.eagle3.supervision import Row, chat_rows, make_row, text_rows
 from soar_prep.errors import UserError
-from soar_prep.settings import Text, TextSource
+from soar_prep.settings import Data, HeldOut, Text, TextSource
 from soar_prep.text import builtin_documents, check_source, load_windows, read_rows, row_text
 
 BUCKET = 4096  # samples sorted by length at a time: enough for little padding, few enough for another mix each epoch
@@ -33,7 +33,7 @@ class Batch:
     """B rows of T tokens. token_ids, positions, document_ids int64 [B, T]; loss_mask bool [B, T].
 
     loss_mask: the token is the assistant's, so it is worth predicting; never a document's first token.
-    positions: 0, 1, ... within each document. document_ids: the sample's number in the data set, -1 on padding.
+    positions: 0, 1, ... within each document. document_ids: the sample's number in the data, -1 on padding.
     Padding stands on the right: token 0, position 0, loss_mask False.
     """
 
@@ -71,12 +71,16 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Samples:
-    """All samples end to end: token_ids int32 [N], loss_mask bool [N]; sample i is borders[i] to borders[i + 1]."""
+    """All samples end to end: token_ids int32 [N], loss_mask bool [N]; sample i is borders[i] to borders[i + 1].
+
+    first: the number of sample 0 in the whole data, of which these may be a part; document_ids count from it.
+    """
 
     token_ids: Tensor
     loss_mask: Tensor
     borders: np.ndarray  # int64 [n + 1]
     statistics: Statistics
+    first: int = 0
 
     def __len__(self) -> int:
         return len(self.borders) - 1
@@ -84,6 +88,14 @@ class Samples:
     @cached_property
     def lengths(self) -> np.ndarray:
         return np.diff(self.borders)
+
+    def part(self, start: int, stop: int) -> "Samples":
+        """Samples start to stop - 1, which keep their numbers."""
+        tokens = slice(int(self.borders[start]), int(self.borders[stop]))
+        loss_mask, borders = self.loss_mask[tokens], self.borders[start : stop + 1] - self.borders[start]
+        counts = {"rows": stop - start, "tokens": len(loss_mask), "supervised": int(loss_mask.sum())}
+        statistics = replace(self.statistics, **counts)
+        return Samples(self.token_ids[tokens], loss_mask, borders, statistics, self.first + start)
 
     def facts(self) -> dict[str, Any]:
         """What a run keeps of its data: two runs with the same sha256 see the same samples in the same order."""
@@ -114,6 +126,25 @@ class Place:
 
     epoch: int = 0
     index: int = 0
+
+
+def load_parts(data: Data, evaluation: HeldOut, tokenizer: Any, context: int) -> tuple[Samples, Samples]:
+    """(held-out samples, samples to train on), numbered through from the first held-out one.
+
+    Held out are the samples of evaluation.path, or of the builtin text's other part, or else the first of the data.
+    """
+    wanted = evaluation.samples
+    if evaluation.path is None and data.source is not TextSource.builtin:
+        both = load_samples(replace(data, samples=data.samples + wanted), tokenizer, context, "data")
+        if len(both) <= wanted:
+            raise UserError(
+                f"data.path={data.path}: {len(both)} samples, of which evaluation.samples={wanted} are held out; none "
+                "is left to train on; give more data, or fewer to hold out"
+            )
+        return both.part(0, wanted), both.part(wanted, len(both))
+    other = replace(data, samples=wanted, path=evaluation.path)
+    held_out = load_samples(other, tokenizer, context, "evaluation", held_out=True)
+    return held_out, replace(load_samples(data, tokenizer, context, "data"), first=len(held_out))
 
 
 def load_samples(settings: Text, tokenizer: Any, context: int, name: str, held_out: bool = False) -> Samples:
@@ -271,6 +302,6 @@ def make_batch(samples: Samples, rows: list[list[int]], row_tokens: int | None) 
             token_ids[i, here] = samples.token_ids[begin:end]
             loss_mask[i, here] = samples.loss_mask[begin:end]
             positions[i, here] = torch.arange(end - begin)
-            document_ids[i, here] = sample
+            document_ids[i, here] = samples.first + sample
             at = here.stop
     return Batch(token_ids, loss_mask, positions, document_ids)

@@ -23,23 +23,16 @@ Source: LK losses (Samarin et al., arXiv 2602.23881).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from soar_prep.eagle3.draft import at_least_fp32
+from soar_prep.settings import LossKind
 
 ETA = 3.0  # the authors' for EAGLE-3
 SumOverRanks = Callable[[Tensor], Tensor]  # a small tensor -> its sum over all ranks, on each
-
-
-class LossKind(Enum):
-    hybrid = "hybrid"
-    neg_log_alpha = "neg_log_alpha"
-    kl = "kl"
-    tv = "tv"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ The target is not moved: its states are what they are at natural positions.
 Source: LongSpec (arXiv 2502.17421) for the anchor offset; PoSE (Zhu et al., 2023) for gaps between segments.
 """
 
-from enum import Enum
 from itertools import pairwise
 
 import numpy as np
@@ -23,13 +22,9 @@ import torch
 from torch import Tensor
 
 from soar_prep.errors import UserError
+from soar_prep.settings import PositionRule
 
 MOST_SINKS = 4
-
-
-class PositionRule(Enum):
-    natural = "natural"
-    aoi = "aoi"
 
 
 def natural_positions(documents: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ from torch import Tensor
 from soar_prep.eagle3.attention import StepAttention
 from soar_prep.eagle3.data import Batch
 from soar_prep.eagle3.draft import Draft, at_least_fp32
-from soar_prep.eagle3.loss import ETA, LossKind, StepLoss, SumOverRanks, Teacher, step_loss, this_rank_alone
+from soar_prep.eagle3.loss import ETA, StepLoss, SumOverRanks, Teacher, step_loss, this_rank_alone
+from soar_prep.settings import LossKind
 
 STEPS = 7
 DECAY = 0.8  # weight of a step's loss against the one before
