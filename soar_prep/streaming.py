@@ -82,6 +82,11 @@ class StreamedModel:
         layer.load_state_dict(self._read(list(layer.state_dict()), self.layer_prefix(index)), assign=True)
         return layer.to(self.device).eval().requires_grad_(False)
 
+    def load_all_layers(self) -> None:
+        """Put every decoder layer in its place: `model` is then whole, an ordinary model of transformers."""
+        for index in range(len(self.layers)):
+            self.layers[index] = self.load_layer(index)
+
     def input_scales(self, index: int) -> dict[str, Tensor]:
         """Static activation scales of a quantized checkpoint's layer, by linear."""
         prefix = self.layer_prefix(index)
@@ -117,6 +122,8 @@ class StreamedModel:
     def _arguments_for(self, shape: torch.Size) -> list[dict[str, Any]]:
         """What each layer is given besides hidden states, for token ids of this shape [B, T]."""
         if shape not in self._arguments:
+            if len(self._arguments) == 16:  # masks may be large, and batches by length have hundreds of shapes
+                del self._arguments[next(iter(self._arguments))]
             calls = self._layer_calls(torch.zeros(shape, dtype=torch.long))
             self._arguments[shape] = [arguments for _, arguments in calls]
         return self._arguments[shape]

@@ -60,6 +60,34 @@ def test_nothing_but_one_layer_is_in_memory(model_directory: Models):
     assert all(p.is_meta for p in model.layers.parameters())
 
 
+def test_whole_model_once_all_layers_are_loaded(model_directory: Models):
+    """Catches layers that are loaded beside the model: it could not decode, or would hold the weights twice."""
+    model = open_model(model_directory("llama"))
+    ids = some_ids(2, 9)
+    streamed = streamed_logits(model, ids)
+    model.load_all_layers()
+    assert model.model.device == model.device
+    assert list(model.model.model.layers) == list(model.layers)
+    with torch.no_grad():
+        assert torch.equal(model.model(input_ids=ids, use_cache=False).logits, streamed)
+    hidden = model.embed(ids)
+    for index, layer in enumerate(model.layers):
+        hidden = model.run_layer(index, layer, hidden)
+    assert torch.equal(model.logits(ids, hidden), streamed)
+
+
+def test_few_shapes_are_remembered(model_directory: Models):
+    """Catches memory that grows with every new length of a batch, and arguments of a shape that was let go."""
+    model = open_model(model_directory("mistral"))
+    layer = model.load_layer(0)
+    long = model.embed(some_ids(1, 40))
+    before = model.run_layer(0, layer, long)
+    for length in range(1, 36):
+        model.run_layer(0, layer, long[:, :length])
+    assert len(model._arguments) == 16
+    assert torch.equal(model.run_layer(0, layer, long), before)
+
+
 def test_hooks_are_gone_afterwards(model_directory: Models):
     """Catches a pass-through or a watcher that outlives its `with`, also after an error, and answers for a layer."""
     model = open_model(model_directory("llama"))

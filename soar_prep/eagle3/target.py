@@ -5,16 +5,20 @@ last [B, T, H]: output of the last decoder layer, before the norm
 
 Any checkpoint that `soar-prep quantize` reads or writes will do. Quantized ones are dequantized to exactly the weights
 that serve, so that the draft learns the states that it will be given. All layers stay on the device.
+The same weights decode: `with target.decoder() as decoder: decode(decoder, draft, target.embed, ...)`.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from soar_prep.eagle3 import decode
 from soar_prep.eagle3.data import Batch
+from soar_prep.eagle3.hf_target import decoding_target
 from soar_prep.errors import UserError
 from soar_prep.settings import Scheme
 from soar_prep.streaming import StreamedModel, quantized_inputs
@@ -39,8 +43,8 @@ class Target:
                 f"{len(model.layers) - 1}"
             )
         self.embeddings: Tensor = model.model.get_input_embeddings().get_parameter("weight")
-        self.layers = [model.load_layer(index) for index in range(len(model.layers))]
-        self.input_scales = [model.input_scales(i) if scheme is Scheme.w4a4 else {} for i in range(len(self.layers))]
+        model.load_all_layers()
+        self.input_scales = [model.input_scales(i) if scheme is Scheme.w4a4 else {} for i in range(len(model.layers))]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings as stored [..., H], without a model's own multiplier: the draft shares the raw table."""
@@ -62,10 +66,8 @@ class Target:
             token_ids[i, : stop - start] = batch.token_ids[row, start:stop]
         hidden = self.model.embed(token_ids)
         kept = []
-        with ExitStack() as stack:
-            for layer, scales in zip(self.layers, self.input_scales, strict=True):
-                stack.enter_context(quantized_inputs(layer, scales))
-            for index, layer in enumerate(self.layers):
+        with self._rounding():
+            for index, layer in enumerate(self.model.layers):
                 hidden = self.model.run_layer(index, layer, hidden)
                 if index in self.aux_layers:
                     kept.append(hidden)
@@ -74,6 +76,20 @@ class Target:
         for i, (row, start, stop) in enumerate(spans):
             result[row, start:stop] = states[i, : stop - start]
         return States(*result.split([states.shape[-1] - hidden.shape[-1], hidden.shape[-1]], dim=-1))
+
+    @contextmanager
+    def decoder(self) -> Iterator[decode.Target]:
+        """The model as the target of `decode`, its inputs rounded as in `states`; for use inside the `with` alone."""
+        with self._rounding():
+            yield decoding_target(self.model.model, self.aux_layers)
+
+    @contextmanager
+    def _rounding(self) -> Iterator[None]:
+        """While this lasts the linears' inputs are rounded as the scheme says."""
+        with ExitStack() as stack:
+            for layer, scales in zip(self.model.layers, self.input_scales, strict=True):
+                stack.enter_context(quantized_inputs(layer, scales))
+            yield
 
 
 def document_spans(document_ids: Tensor) -> list[tuple[int, int, int]]:

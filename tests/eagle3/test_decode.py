@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from soar_prep.eagle3 import decode as decoding
-from soar_prep.eagle3.decode import Choice, Guesser, RerunTarget, Speculation, Target, Verified, decode, path_to, prune
+from soar_prep.eagle3.decode import Choice, Guesser, Speculation, Target, Verified, decode, path_to, prune
 from soar_prep.eagle3.draft import Draft, DraftConfig, Step
+from soar_prep.eagle3.hf_target import RerunTarget
 from soar_prep.eagle3.ttt import unroll
 from soar_prep.errors import UserError
 

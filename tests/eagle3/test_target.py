@@ -85,6 +85,27 @@ def test_quantized_target(quantized: Callable[..., Path], target: Target):
     assert 0.01 < distance[Scheme.w4a16] < distance[Scheme.w4a4] < 1
 
 
+def test_decoder_is_the_serving_model(quantized: Callable[..., Path]):
+    """Catches decoding without the rounding that `states` has, a rounding that stays, and weights held twice."""
+    checkpoint, batch = Checkpoint(quantized("llama")), batch_of([(0, 16)])
+    last: dict[Scheme, torch.Tensor] = {}
+    for scheme in Scheme:
+        target = Target(StreamedModel(checkpoint, FP32), AUX, scheme)
+        states = target.states(batch)
+        prompt = batch.token_ids[0, :16].tolist()
+        for _ in range(2):
+            with target.decoder() as decoder:
+                read = decoder.start(prompt[:12])
+                assert torch.allclose(read.aux, states.aux[0, :12], atol=1e-5)
+                read = decoder.verify(prompt[12:], [-1, 0, 1, 2])
+                assert torch.allclose(read.aux, states.aux[0, 12:16], atol=1e-5)
+                assert torch.allclose(read.logits, target.head(states.last[0, 12:16]), atol=1e-4)
+        last[scheme] = read.aux
+        assert not any(module._forward_pre_hooks for module in target.model.model.modules())
+        assert list(target.model.model.model.layers) == list(target.model.layers)
+    assert not torch.allclose(last[Scheme.w4a16], last[Scheme.w4a4], atol=1e-2)
+
+
 def test_aux_layers_must_exist(model_directory: Callable[[str], Path]):
     """Catches an index error deep inside the first batch."""
     with pytest.raises(UserError, match=r"aux_layers=\[0, 1, 3\]: the target's 3 layers are 0 to 2"):
