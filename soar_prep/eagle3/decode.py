@@ -15,6 +15,7 @@ Indices and positions are ttt.py's: where index i is the last accepted one, a no
 Sources: EAGLE-2 (Li et al., 2024); rejection sampling: Leviathan et al., 2023, arXiv 2211.17192.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -106,6 +107,11 @@ class Decoded:
     @property
     def rounds(self) -> int:
         return len(self.accepted)
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean over the rounds; NaN if there was none."""
+        return sum(self.accepted) / self.rounds if self.rounds else math.nan
 
 
 @torch.no_grad()

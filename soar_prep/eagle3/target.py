@@ -80,8 +80,9 @@ class Target:
     @contextmanager
     def decoder(self) -> Iterator[decode.Target]:
         """The model as the target of `decode`, its inputs rounded as in `states`; for use inside the `with` alone."""
+        chosen = decoding_target(self.model.model, self.aux_layers)  # rounding to FP4 would blur the comparison in it
         with self._rounding():
-            yield decoding_target(self.model.model, self.aux_layers)
+            yield chosen
 
     @contextmanager
     def _rounding(self) -> Iterator[None]:

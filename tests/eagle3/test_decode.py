@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from soar_prep.eagle3 import decode as decoding
 from soar_prep.eagle3.decode import Choice, Guesser, Speculation, Target, Verified, decode, path_to, prune
 from soar_prep.eagle3.draft import Draft, DraftConfig, Step
-from soar_prep.eagle3.hf_target import RerunTarget
+from soar_prep.eagle3.hf_target import RerunTarget, decoding_target
 from soar_prep.eagle3.ttt import unroll
 from soar_prep.errors import UserError
 
@@ -144,6 +145,7 @@ def test_greedy_is_the_recurrent_targets_own(how: Speculation, prompt: list[int]
         done = decode(target, draft, target.embed, prompt, how, 40)
         assert done.tokens == expected
         assert done.rounds == len(done.accepted)
+        assert done.accepted_length == pytest.approx(sum(done.accepted) / done.rounds)
         assert 1 + sum(done.accepted[:-1]) < 40 <= 1 + sum(done.accepted)
         assert set(done.accepted) <= set(range(1, how.depth + 2))
         assert done.uniform_guesses == 0
@@ -154,38 +156,14 @@ def test_greedy_is_the_recurrent_targets_own(how: Speculation, prompt: list[int]
 @pytest.mark.parametrize("how", [CHAIN, D7, D5], ids=str)
 @pytest.mark.parametrize("prompt", [[4], [3, 0, 250, 7, 5, 99]], ids=len)
 def test_greedy_is_the_language_models_own(how: Speculation, prompt: list[int], llama: PreTrainedModel):
-    """Catches a path read with the wrong prefix; both ways of reading."""
+    """Catches a path read with the wrong prefix; every way of reading."""
     target = RerunTarget(llama, (0, 1, 2))
     expected = greedy(target, prompt, 14)
     draft = make_draft(300, 64, sorted({*expected[::2], *range(0, 300, 7)}))
     embed = llama.get_input_embeddings()
     assert decode(target, draft, embed, prompt, how, 14).tokens == expected
-    leaves = RerunTarget(llama, (0, 1, 2), exact=False)
-    assert decode(leaves, draft, embed, prompt, how, 14).tokens == expected
-
-
-def test_bf16_is_exact(model_directory: Callable[[str], Path]):
-    """Catches a pass of another shape than token-by-token decoding has: in BF16 logits tie, and rounding decides."""
-    model = AutoModelForCausalLM.from_pretrained(model_directory("llama"), dtype=torch.bfloat16).eval()
-    target, tokens, parents = RerunTarget(model, (0, 1, 2)), [5, 8, 9, 10], [-1, 0, 0, 2]
-    target.start([3, 4])
-    verified = target.verify(tokens, parents)
-    assert not any(layer._forward_hooks for layer in model.model.layers)
-    for node in range(4):
-        text = [3, 4, *(tokens[n] for n in path_to(node, parents))]
-        with torch.no_grad():
-            output = model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
-        assert torch.equal(verified.logits[node], output.logits[0, -1].float())
-        hidden = torch.cat([output.hidden_states[1][0, -1], output.hidden_states[2][0, -1]])
-        assert torch.equal(verified.aux[node, : 2 * 64], hidden)
-    target.accept([0, 2])
-    assert target.context == [3, 4, 5, 9]
-
-
-def test_layer_that_is_not_there(llama: PreTrainedModel):
-    """Catches an index error deep inside the run."""
-    with pytest.raises(UserError, match="0 to 2"):
-        RerunTarget(llama, (0, 1, 3))
+    for other in (RerunTarget(llama, (0, 1, 2), exact=False), decoding_target(llama, (0, 1, 2))):
+        assert decode(other, draft, embed, prompt, how, 14).tokens == expected
 
 
 @pytest.mark.parametrize("how", [CHAIN, D7, D5, WIDE], ids=str)
@@ -219,7 +197,8 @@ def test_a_draft_that_misses(how: Speculation):
 
 @pytest.mark.parametrize("how", [CHAIN, D7, WIDE], ids=str)
 def test_ends(how: Speculation):
-    """Catches tokens after the end token or beyond max_tokens, and accepted lengths that count what comes after."""
+    """Catches tokens after the end token or beyond max_tokens, and accepted lengths that count what comes after;
+    a division by no rounds."""
     target, prompt = Recurrent(13), [3, 1, 7]
     text = prompt + greedy(target, prompt, 30)
     draft = told(range(13), text)
@@ -232,6 +211,7 @@ def test_ends(how: Speculation):
         done = decode(target, draft, target.embed, prompt, how, most)
         assert done.tokens == text[3 : 3 + most]
         assert done.rounds == -(-(most - 1) // (how.depth + 1))
+        assert math.isnan(done.accepted_length) is (most == 1)
 
 
 @pytest.mark.parametrize("changes", [{}, {"fc_norm": True, "norm_output": True}], ids=["eagle3", "eagle3.1"])
