@@ -9,11 +9,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from soar_prep.page import line_plot, page, paragraph, table
+from soar_prep.page import (
+    details,
+    flat,
+    line_plot,
+    origin_rows,
+    page,
+    paragraph,
+    shaded_cell,
+    size_text,
+    table,
+    time_text,
+)
 
 SCHEMES = {"w4a16": "4-bit weights and 16-bit activations", "w4a4": "4-bit weights and activations"}
 DECADES = 2  # of error that the heat map's colours span, downwards from the largest
-HOT = 0.6  # shade from which the other ink has the better contrast, in both modes
 
 
 def write_page(path: Path, facts: dict[str, Any], elapsed: float) -> None:
@@ -28,10 +38,10 @@ def write_page(path: Path, facts: dict[str, Any], elapsed: float) -> None:
     reasons = table(("Linear", "Layers", "Reason"), by_kind(kept)) if kept else ""
     text = "Embeddings, norms and the output head, as always; of the decoder layers' linears "
     sections["Left as it was"] = paragraph(text + ("these:" if kept else "none.")) + reasons
-    sections["To reproduce"] = table((), origin_rows(facts))
+    texts = [[f"{name.capitalize()} text, SHA-256", facts[name]["sha256"]] for name in ("calibration", "evaluation")]
+    sections["To reproduce"] = table((), texts + origin_rows(facts["environment"]))
     for heading, values in {"All settings": settings, "SHA-256 of the source's files": facts["model_sha256"]}.items():
-        rows = table((), flat(values))
-        sections["To reproduce"] += f"<details><summary>{escape(heading)}</summary>{rows}</details>\n"
+        sections["To reproduce"] += details(heading, table((), flat(values)))
     name = Path(settings["model"]).name or settings["model"]
     # A path may hold bytes that are no UTF-8: a long run must not end on its name.
     path.write_text(page(f"{name} in NVFP4", verdict(facts), sections), encoding="utf-8", errors="replace")
@@ -116,8 +126,7 @@ def heat_cell(name: str, linears: dict[str, dict[str, Any]], largest: float) -> 
         return f'<td class="none" title="{escape(name)}">{"kept" if name else ""}</td>'
     error = linears[name]["relative_error"]
     shade = max(0.0, 1 + math.log10(error / largest) / DECADES) if error > 0 else 0.0
-    hot, text = ' class="hot"' if shade >= HOT else "", escape(percent(error))
-    return f'<td{hot} style="--shade:{shade:.0%}" title="{escape(name)}: {text}%">{text}</td>'
+    return shaded_cell(percent(error), shade, f"{name}: {percent(error)}%")
 
 
 def fours_plot(linears: dict[str, dict[str, Any]], rule: str) -> str:
@@ -130,7 +139,7 @@ def fours_plot(linears: dict[str, dict[str, Any]], rule: str) -> str:
         "The largest weight of each block of 16 is stored as 6, the top of the FP4 grid, or as 4, which leaves 6 "
         f"unused but puts the block's large weights on finer steps. On average {mean:.1f}% of a linear's blocks are "
         f"nearer to 4 (dashed line); the rule was {rule}."
-    ) + line_plot(points, "decoder layer", "share of 4-blocks, percent", mean)
+    ) + line_plot({"mean": points}, "decoder layer", "share of 4-blocks, percent", mean)
 
 
 def damping_section(linears: dict[str, dict[str, Any]], settings: dict[str, Any]) -> str:
@@ -147,14 +156,6 @@ def worst_table(linears: dict[str, dict[str, Any]]) -> str:
     worst = sorted(linears.items(), key=lambda item: -item[1]["relative_error"])[:10]
     rows = [[name, f"{percent(x['relative_error'])}%", f"{x['share_of_fours']:.1%}"] for name, x in worst]
     return table(("Linear", "Error", "4-blocks"), rows, "numbers")
-
-
-def origin_rows(facts: dict[str, Any]) -> list[list[str]]:
-    environment = facts["environment"]
-    commit = (environment["commit"] or "unknown (an installed package)").replace("+", " and changes since")
-    rows = [[f"{name.capitalize()} text, SHA-256", facts[name]["sha256"]] for name in ("calibration", "evaluation")]
-    rows += [["Commit", commit], ["Device", environment["device"]], ["Python", environment["python"]]]
-    return rows + flat(environment["packages"])
 
 
 def by_kind(values: dict[str, str]) -> list[list[str]]:
@@ -177,31 +178,9 @@ def split_name(name: str) -> tuple[int, str]:
     return int(layer), kind
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> list[list[str]]:
-    """Rows of dotted name and value."""
-    rows = []
-    for name, value in values.items():
-        rows += flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [[prefix + name, str(value)]]
-    return rows
-
-
 def percent(share: float) -> str:
     """Two digits, without the sign: 0.0009 -> `0.090`."""
     value = 100 * share
     if 0 < value < 1e-4:
         return "<0.0001"
     return f"{value:#.2g}" if 0 < value < 9.95 else f"{value:.0f}"
-
-
-def size_text(n_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 999.5:
-            return f"{n_bytes:.3g} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.3g} TB"
-
-
-def time_text(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"

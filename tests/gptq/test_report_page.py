@@ -1,12 +1,13 @@
 """The report page: what it says, and that nothing in a run's facts can break or escape it."""
 
+import math
 import re
 from html.parser import HTMLParser
 
 import pytest
 
-from soar_prep.gptq.report_page import by_kind, percent, size_text, split_name, time_text, write_page
-from soar_prep.page import ticks_around
+from soar_prep.gptq.report_page import by_kind, percent, split_name, write_page
+from soar_prep.page import apart, line_plot, size_text, ticks_around, time_text
 
 KINDS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 VOID = {"meta", "path", "polyline", "wbr"}  # path and polyline close themselves, unless they hold a title
@@ -286,6 +287,51 @@ def test_ticks_enclose_the_values(low, high):
     assert ticks[-1] > high
     assert 2 <= len(ticks) <= 8
     assert ticks == sorted(set(ticks))
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([], []),
+        ([10, 50], [10, 50]),
+        ([10, 12, 13], [10, 19, 28]),
+        ([95, 96, 97], [82, 91, 100]),
+        ([50, 50, 99], [50, 59, 99]),
+    ],
+)
+def test_labels_keep_apart(places, expected):
+    """Catches names that are written over each other, leave their order, or hang below the plot."""
+    assert apart(places, gap=9) == expected
+
+
+def test_plot_of_several_lines():
+    """Catches a line without its name, names at another line's end, and two lines of one look."""
+    lines = {f"step {n}": [(0, 0.1), (10, n / 10)] for n in (2, 0, 1, 6, 5, 4, 3)}
+    html = line_plot(lines, "update", "alpha")
+    Outline(html)
+    assert html.count("<polyline") == 7
+    assert re.findall(r"</i>(.*?)</span>", html) == [f"step {n}" for n in (6, 5, 4, 3, 2, 1, 0)]
+    names = dict(re.findall(r'class="end (hue\d dash\d)".*?</i>(.*?)</span>', html))
+    drawn = dict(re.findall(r'<g class="(hue\d dash\d)">.*?<title>(step \d), update 0: 0.1</title>', html))
+    assert len(names) == 7
+    assert names == drawn
+
+
+def test_plot_leaves_out_what_is_no_number():
+    """Catches nan in a drawing, where the browser gives up on the whole line, and ticks around nothing."""
+    html = line_plot({"a": [(0, None), (1, 2.0), (2, math.nan)], "b": [(0, math.inf)]}, "x", "y", level=3.0)
+    Outline(html)
+    assert re.findall(r"<title>(.*?)</title>", html) == ["x 1: 2"]
+    assert "nan" not in html
+    assert "</i>" not in html
+    assert line_plot({"a": [(0, None)], "b": []}, "x", "y", level=3.0) == ""
+
+
+def test_dots_of_a_long_line():
+    """Catches thousands of dots that cover each other, and a line that is lost with its dots."""
+    html = line_plot({"loss": [(n, n % 7) for n in range(1000)]}, "update", "loss")
+    assert 'class="dot"' not in html
+    assert html.count("<polyline") == 1
 
 
 @pytest.mark.parametrize(
