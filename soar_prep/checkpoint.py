@@ -142,11 +142,11 @@ def find_model(model: str, option: str = "model") -> Path:
 class PartialOutput:
     """Write side: `<output>.partial`, resumable part by part, renamed to `<output>` by `finish`."""
 
-    def __init__(self, output: Path, identity: dict[str, Any], parts: int):
+    def __init__(self, output: Path, identity: dict[str, Any], parts: int, stem: str = "model"):
         output = output.expanduser()
         self.output = output
-        self.directory = output.with_name(output.name + ".partial")
-        self.parts = parts
+        self.directory = partial_directory(output)
+        self.parts, self.stem = parts, stem
         refuse_existing(output)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -163,6 +163,13 @@ class PartialOutput:
                 f"output={output}: another run is writing {self.directory}; wait for it or stop it"
             ) from None
         self._keep_or_check_identity(identity)
+
+    @classmethod
+    def joined(cls, output: Path, parts: int, stem: str = "model") -> "PartialOutput":
+        """The directory for another process of the run that opened it: to write other parts, not to finish."""
+        self = cls.__new__(cls)
+        self.output, self.directory, self.parts, self.stem = output, partial_directory(output), parts, stem
+        return self
 
     def _refuse_foreign(self) -> None:
         names = sorted(path.name for path in self.directory.iterdir())
@@ -187,7 +194,7 @@ class PartialOutput:
             )
 
     def shard_name(self, part: int) -> str:
-        return f"model-{part + 1:05d}-of-{self.parts:05d}.safetensors"
+        return f"{self.stem}-{part + 1:05d}-of-{self.parts:05d}.safetensors"
 
     def record(self, part: int) -> dict[str, Any] | None:
         """What `write` kept beside a part, or None if the part is not there whole."""
@@ -208,6 +215,11 @@ class PartialOutput:
         shapes = {name: t.numel() * t.element_size() for name, t in tensors.items()}
         kept = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": shapes, "record": record}
         write_json(self.directory / f"part-{part:05d}.json", kept)
+
+    def written(self) -> list[dict[str, Any]]:
+        """Of every part its file's name, sha256 and record: `finish` drops them."""
+        kept = [read_json(self.directory / f"part-{part:05d}.json") for part in range(self.parts)]
+        return [{"file": self.shard_name(part)} | each for part, each in enumerate(kept)]
 
     def complete(self, config: dict[str, Any], source: Checkpoint, extra: dict[str, dict[str, Any]]) -> None:
         """Write index, config.json, `extra` JSON files and the source's side files: all but the final name."""
@@ -237,6 +249,12 @@ class PartialOutput:
         for path in [*self.output.glob("part-*.json"), self.output / "identity.json", self.output / "lock"]:
             path.unlink()
         self._lock.close()
+
+
+def partial_directory(output: Path) -> Path:
+    """Where a run writes until all is there."""
+    output = output.expanduser()
+    return output.with_name(output.name + ".partial")
 
 
 def refuse_existing(output: Path) -> None:
