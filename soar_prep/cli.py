@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from soar_prep.errors import CheckFailed, UserError
-from soar_prep.settings import Compute, Quantize, Verify, check_ranges, manual, option_names
+from soar_prep.settings import Capture, Compute, Quantize, TrainDraft, Verify, check_ranges, manual, option_names
 
 BAD_INPUT, CHECK_FAILED, INTERRUPTED = 2, 3, 130
 
@@ -27,6 +27,7 @@ class Command:
     run: Callable[[Any], None]
     summary: str
     example: str
+    short: str  # which option groups may be given by the name of their source
 
 
 def run_quantize(settings: Quantize) -> None:
@@ -35,6 +36,25 @@ def run_quantize(settings: Quantize) -> None:
     prepare(settings.compute)
     output = quantize(settings)
     print(f"wrote {output}\nreport: {output / 'report.html'}\ncheck it again: soar-prep verify {output}")
+
+
+def run_capture(settings: Capture) -> None:
+    from soar_prep.eagle3.capture import capture
+
+    prepare(settings.compute)
+    output = capture(settings)
+    if not settings.dry_run:
+        print(
+            f"wrote {output}\ntrain from it: soar-prep train-draft target={settings.target} states={output} output=..."
+        )
+
+
+def run_train_draft(settings: TrainDraft) -> None:
+    from soar_prep.eagle3.train import train_draft
+
+    prepare(settings.compute)
+    output = train_draft(settings)
+    print(f"wrote {output}\nreport: {output / 'report.html'}")
 
 
 def run_verify(settings: Verify) -> None:
@@ -61,12 +81,29 @@ COMMANDS = {
         "a Hugging Face causal LM in, an NVFP4 checkpoint and its report out",
         "soar-prep quantize model=HuggingFaceTB/SmolLM2-135M-Instruct output=out/smollm2-nvfp4\n"
         "  soar-prep quantize model=/models/m output=/models/m-nvfp4 calibration=chat calibration.path=chats.jsonl",
+        "calibration=chat (builtin, text, tokens) and evaluation=... are",
+    ),
+    "train-draft": Command(
+        TrainDraft,
+        run_train_draft,
+        "a target and conversations in, an EAGLE-3 draft for speculative decoding out",
+        "soar-prep train-draft target=/models/m data.path=chats.jsonl output=/models/m-draft\n"
+        "  accelerate launch -m soar_prep.cli train-draft target=/models/m states=/states/m output=/models/m-draft",
+        "data=builtin (chat, text, tokens) is",
+    ),
+    "capture": Command(
+        Capture,
+        run_capture,
+        "a target's hidden states on disk, to train several drafts without running it again",
+        "soar-prep capture target=/models/m data.path=chats.jsonl output=/states/m",
+        "data=builtin (chat, text, tokens) is",
     ),
     "verify": Command(
         Verify,
         run_verify,
         "check an NVFP4 checkpoint: structure always, quality if a reference is given",
         "soar-prep verify out/smollm2-nvfp4 reference=HuggingFaceTB/SmolLM2-135M-Instruct gate.max_kl=0.1",
+        "evaluation=chat (builtin, text, tokens) is",
     ),
 }
 
@@ -99,7 +136,7 @@ def main() -> int:
 
 
 def run_command(name: str, overrides: list[str]) -> None:
-    command = COMMANDS[name]
+    command, config_name = COMMANDS[name], name.replace("-", "_")
     if name == "verify" and overrides and "=" not in overrides[0] and not overrides[0].startswith("-"):
         overrides = [f"directory={overrides[0]}", *overrides[1:]]
     for word in overrides:
@@ -107,14 +144,14 @@ def run_command(name: str, overrides: list[str]) -> None:
         if word.startswith("-") and option in option_names(command.settings):
             raise UserError(f"{word}: options have no dashes; write {option}=value")
     store = ConfigStore.instance()
-    store.store(name=f"{name}_schema", node=command.settings)
-    store.store(group="hydra/help", name=name, node={"app_name": "soar-prep", "template": manual_page(name)})
+    store.store(name=f"{config_name}_schema", node=command.settings)
+    store.store(group="hydra/help", name=config_name, node={"app_name": "soar-prep", "template": manual_page(name)})
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors come through to `main`, which prints one line for each
     sys.argv = [f"soar-prep {name}", *overrides]
 
     failures: list[Exception] = []  # Hydra prints a preamble of its own for what a job raises
 
-    @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name=name)
+    @hydra.main(version_base="1.3", config_path=str(config_directory()), config_name=config_name)
     def task(config: Any) -> None:
         try:
             refuse_unknown(config, option_names(command.settings))
@@ -150,7 +187,7 @@ def manual_page(name: str) -> str:
     text = (
         f"soar-prep {name}: {command.summary}\n\n  {command.example}\n\n"
         f"Options, as option=default:\n\n{manual(command.settings)}\n\n"
-        "calibration=chat (builtin, text, tokens) and evaluation=... are short for their .source.\n"
+        f"{command.short} short for their .source.\n"
         "--cfg job prints the composed settings, --multirun runs every combination of comma-separated values.\n"
         "Exit codes: 0 done, 2 bad input, 3 the checkpoint is broken or above gate.max_kl."
     )

@@ -21,13 +21,28 @@ PACKAGES = ("soar-prep", "torch", "transformers", "accelerate", "safetensors", "
 
 
 class Progress:
-    """Steps of a long run: on a terminal a bar, elsewhere a line a step; figures go to metrics.jsonl and wandb."""
+    """Steps of a long run: on a terminal a bar, elsewhere lines; figures go to metrics.jsonl and wandb.
 
-    def __init__(self, directory: Path, steps: int, unit: str, wandb: Wandb, settings: dict[str, Any]):
+    done: steps that a resumed run has behind it; of an interrupted one's metrics.jsonl those lines are kept.
+    quiet: seconds between two lines, at least; the last step always has one.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        steps: int,
+        unit: str,
+        wandb: Wandb,
+        settings: dict[str, Any],
+        done: int = 0,
+        quiet: float = 0.0,
+    ):
         self.path = directory / "metrics.jsonl"
-        self.started = time.monotonic()
-        self.steps, self.unit, self.done = steps, unit, 0
-        self.bar = tqdm(total=steps, unit=unit, disable=not sys.stderr.isatty(), dynamic_ncols=True)
+        kept = self.path.read_text(encoding="utf-8").splitlines(keepends=True)[:done] if self.path.exists() else []
+        self.path.write_text("".join(kept), encoding="utf-8")
+        self.started = self.shown_at = time.monotonic()
+        self.steps, self.unit, self.done, self.already, self.quiet = steps, unit, done, done, quiet
+        self.bar = tqdm(total=steps, initial=done, unit=unit, disable=not sys.stderr.isatty(), dynamic_ncols=True)
         self.run = None
         if wandb.mode is not WandbMode.disabled:
             import wandb as client  # slow to import, and most runs do without
@@ -42,12 +57,15 @@ class Progress:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(figures) + "\n")
         if self.run is not None:
-            self.run.log({k: v for k, v in figures.items() if isinstance(v, int | float)})
+            lists = {f"{k}/{i}": x for k, v in figures.items() if isinstance(v, list) for i, x in enumerate(v)}
+            self.run.log(lists | {k: v for k, v in figures.items() if isinstance(v, int | float)})
         shown = f"{shown}, {peak_memory() / 2**30:.1f} GiB"
         self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update()
-        if self.bar.disable:
-            remaining = elapsed / self.done * (self.steps - self.done)
+        now = time.monotonic()
+        if self.bar.disable and (now - self.shown_at >= self.quiet or self.done in (self.already + 1, self.steps)):
+            self.shown_at = now
+            remaining = elapsed / (self.done - self.already) * (self.steps - self.done)
             print(f"{self.unit} {self.done}/{self.steps}: {shown}, {elapsed:.0f} s, about {remaining:.0f} s to go")
 
     def close(self, summary: dict[str, Any]) -> None:

@@ -11,11 +11,14 @@ Source: EAGLE-3 (Li et al., 2025); fc_norm and norm_output as in SGLang 0.5.21, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from soar_prep.errors import UserError
 
@@ -143,6 +146,15 @@ class Draft(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
+    @property
+    def checkpointing(self) -> bool:
+        """Keep neither the MLP's activations nor gradients of logits for the backward pass: it computes them anew."""
+        return self.midlayer.checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        self.midlayer.checkpointing = on
+
     def set_vocabulary(self, target_ids: Tensor) -> None:
         """target_ids int64 [V_draft], strictly ascending: the target id of each draft id."""
         size, vocabulary = self.config.draft_vocab_size, self.config.vocab_size
@@ -193,11 +205,17 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.checkpointing = False  # see Draft
 
     def forward(self, hidden: Tensor, embeddings: Tensor, turn: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
         hidden = hidden + self.self_attn(both, turn, attend)  # the residual is the hidden before its norm
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        normed = self.post_attention_layernorm(hidden)
+        if not self.checkpointing:
+            return hidden + self.mlp(normed)
+        # Backward runs the MLP again, with the weights handed over: they may be rounded copies of the module's own.
+        weights = dict(self.mlp.named_parameters())
+        return hidden + checkpoint(partial(functional_call, self.mlp), weights, (normed,), use_reentrant=False)
 
 
 class DraftAttention(nn.Module):

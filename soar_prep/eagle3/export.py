@@ -15,7 +15,15 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from soar_prep.checkpoint import SINGLE, Checkpoint, has_only_finite, refuse_existing, write_atomically, write_json
+from soar_prep.checkpoint import (
+    SINGLE,
+    Checkpoint,
+    has_only_finite,
+    partial_directory,
+    refuse_existing,
+    write_atomically,
+    write_json,
+)
 from soar_prep.eagle3.draft import Draft, DraftConfig
 from soar_prep.errors import UserError
 
@@ -42,13 +50,18 @@ def write_draft(draft: Draft, output: Path, dtype: torch.dtype = torch.bfloat16)
     """
     output = output.expanduser()
     refuse_existing(output)
-    tensors = tensors_of(draft, dtype)
-    partial = output.with_name(output.name + ".partial")
+    partial = partial_directory(output)
     remove_own(partial)
     partial.mkdir(parents=True)
-    write_atomically(partial / SINGLE, save(tensors, metadata={"format": "pt"}))
-    write_json(partial / "config.json", config_json(draft.config, dtype))
+    write_files(draft, partial, dtype)
     os.rename(partial, output)
+
+
+def write_files(draft: Draft, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Put the draft's files into a directory, in place of those of an earlier one; UserError as `write_draft`."""
+    tensors = tensors_of(draft, dtype)
+    write_atomically(directory / SINGLE, save(tensors, metadata={"format": "pt"}))
+    write_json(directory / "config.json", config_json(draft.config, dtype))
 
 
 def read_draft(directory: Path) -> Draft:

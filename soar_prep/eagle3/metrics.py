@@ -14,7 +14,7 @@ steps have nothing to guess, does not pass for a rejection. Both taus are of a c
 the data's tokens; real decoding is fed the draft's own, which decode.py measures.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -65,6 +65,13 @@ class Acceptance:
             sums.joint_count += counted.sum().item()
             sums.joint_correct += (all_right & counted).sum().item()
             sums.joint_alpha += product[counted].sum().item()
+
+    def merge(self, other: "Acceptance") -> None:
+        """Take in what another process has seen."""
+        self.steps += [StepSums() for _ in other.steps[len(self.steps) :]]
+        for own, seen in zip(self.steps, other.steps, strict=False):
+            for f in fields(StepSums):
+                setattr(own, f.name, getattr(own, f.name) + getattr(seen, f.name))
 
     def figures(self) -> dict[str, Any]:
         """alpha, accuracy, conditional and coverage, a list of steps each; tau_greedy, tau_sampled; steps that never

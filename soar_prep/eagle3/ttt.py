@@ -15,11 +15,14 @@ Total loss: sum over k of 0.8^k times the mean of step k.
 Source: EAGLE-3 (Li et al., 2025).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from soar_prep.eagle3.attention import StepAttention
 from soar_prep.eagle3.data import Batch
@@ -78,10 +81,28 @@ def ttt_loss(
     for k, normed in enumerate(unrolled):
         place, rows = rows_of_step(taught.number, batch.document_ids, k)
         teacher = taught.teacher.rows(rows)
-        figures = step_loss(draft.logits(normed[place]), teacher, kind, eta, sum_over_ranks)
+        compare = partial(compare_guesses, draft, teacher, kind, eta, sum_over_ranks)
+        weights = dict(draft.lm_head.named_parameters())  # handed over: see DraftLayer
+        if draft.checkpointing:
+            figures = checkpoint(compare, weights, normed[place], use_reentrant=False)
+        else:
+            figures = compare(weights, normed[place])
         total = total + decay**k * figures.loss
         results.append(StepResult(place, figures, teacher.coverage()))
     return Result(total, results)
+
+
+def compare_guesses(
+    draft: Draft,
+    teacher: Teacher,
+    kind: LossKind,
+    eta: float,
+    sum_over_ranks: SumOverRanks,
+    head: Mapping[str, Tensor],
+    rows: Tensor,
+) -> StepLoss:
+    """Loss of the guesses from Step.normed rows [n, H]; head: lm_head's weights by name."""
+    return step_loss(functional_call(draft.lm_head, dict(head), (rows,)), teacher, kind, eta, sum_over_ranks)
 
 
 def unroll(
