@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from soar_prep.checkpoint import Checkpoint, sha256
 from soar_prep.eagle3 import capture as road
 from soar_prep.eagle3.capture import CapturedTarget, capture, join, open_captured
-from soar_prep.eagle3.data import Batching, batches, load_parts
+from soar_prep.eagle3.data import Batch, Batching, batches, load_parts
 from soar_prep.eagle3.draft import Draft, DraftConfig
 from soar_prep.eagle3.target import States, Target
 from soar_prep.eagle3.ttt import ask_teacher, ttt_loss
@@ -321,6 +321,24 @@ def test_dry_run_only_tells_the_size(written: Written, tmp_path: Path, capsys: p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_batches_stay_within_their_tokens(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Catches a batch sized by a short sample that holds a long one, which a full GPU does not survive; and padding
+    because samples of all lengths were run together."""
+    states, shapes, real = Target.states, [], []
+
+    def noting(self: Target, batch: Any) -> States:
+        shapes.append(batch.token_ids.numel())
+        real.append(int((batch.document_ids >= 0).sum()))
+        return states(self, batch)
+
+    monkeypatch.setattr(Target, "states", noting)
+    data = replace(written.settings.data, samples=10, length=40)
+    capture(replace(written.settings, output=str(tmp_path / "out"), data=data, shard_tokens=1000))
+    assert max(shapes) <= 40
+    assert sum(real) > 0.9 * sum(shapes)
+    assert len(shapes) < 13
+
+
 def test_states_that_are_not_finite_are_refused(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Catches a draft that is trained to NaN, and a message that does not say by which sample."""
     states = Target.states
@@ -386,9 +404,17 @@ def test_corrupt_state_is_refused_when_it_is_read(spoilt: Written):
     assert stop - first > 1
 
 
+def open_and_read(written: Written, batch: Batch | None) -> None:
+    """Only a shard's header is damage that opening does not see."""
+    target = written.opened()
+    if batch is not None:
+        target.states(batch)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "gone", "header", "samples", "run"])
 def test_damaged_directory_is_refused(damage: str, spoilt: Written):
     """Catches a copy that was cut short, found out hours into training: each message names the file and the remedy."""
+    first_batch = next(batches(spoilt.opened().every.part(0, 1), Batching(40)))[0]
     shard = spoilt.directory / open_captured(spoilt.directory).facts["shards"][0]["file"]
     samples, content = spoilt.directory / "samples.safetensors", bytearray(shard.read_bytes())
     if damage == "truncated":
@@ -408,7 +434,7 @@ def test_damaged_directory_is_refused(damage: str, spoilt: Written):
         "the same command resumes" if damage == "run" else "copy the directory again, or remove it and run soar-prep"
     )
     with pytest.raises(UserError, match=rf"{name}.*{remedy}"):
-        spoilt.opened().states(next(batches(spoilt.opened().every.part(0, 1), Batching(40)))[0])
+        open_and_read(spoilt, first_batch if damage == "header" else None)
 
 
 def test_another_target_is_refused(written: Written, model_directory: Models):
