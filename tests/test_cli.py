@@ -50,7 +50,10 @@ def test_overview_names_every_command(soar_prep: SoarPrep):
 
 
 REFUSED = {
-    "command": (["quantise", *GOOD], "quantise: no such command, did you mean quantize; there are quantize, verify"),
+    "command": (
+        ["quantise", *GOOD],
+        "quantise: no such command, did you mean quantize; there are quantize, train-draft",
+    ),
     "nothing": (["quantize"], "model: required; for example soar-prep quantize model="),
     "no_output": (["quantize", "model=m"], "output: required; for example soar-prep quantize model="),
     "no_directory": (["verify"], "directory: required; for example soar-prep verify "),

@@ -95,7 +95,8 @@ def test_the_whole_road(tmp_path: Path, train_draft: Callable[..., Ran]):
             found = facts["decoding"][when][shape]
             assert found["equal"] == found["prompts"] == 2
             assert sum(n * rounds for n, rounds in enumerate(found["lengths"], 1)) >= found["tokens"] - 2
-    assert "--speculative-algorithm EAGLE3" in facts["launch"]["tree"] and str(output) in facts["launch"]["tree"]
+    assert "--speculative-algorithm EAGLE3" in facts["launch"]["tree"]
+    assert str(output) in facts["launch"]["tree"]
     draft = read_draft(output)
     assert draft.config.draft_vocab_size == 200
     assert facts["draft"]["parameters"] == sum(p.numel() for p in draft.parameters())
@@ -162,7 +163,8 @@ def test_divergence_stops_with_the_samples_named(tmp_path: Path, train_draft: Ca
     output = tmp_path / "draft"
     ran = train_draft(output, "optimizer.learning_rate=1e30", "optimizer.warmup=0", "save_every=1")
     assert ran.code == 2
-    assert "the loss or its gradient is NaN or infinite" in ran.err and "Samples of its batches: " in ran.err
+    assert "the loss or its gradient is NaN or infinite" in ran.err
+    assert "Samples of its batches: " in ran.err
     assert not output.exists()
     kept = torch.load(tmp_path / "draft.partial" / train.STATE, weights_only=True)
     assert all(bool(t.isfinite().all()) for t in kept["learner"]["weight"].values())
@@ -227,7 +229,7 @@ def test_states_from_disk_give_the_same_draft(
     for name, tensor in online.items():
         torch.testing.assert_close(disk[name], tensor, rtol=0.02, atol=2e-3, msg=name)
     ran = train_draft(tmp_path / "other", f"states={tmp_path / 'states'}", "draft.aux_layers=[0,1,2]")
-    assert ran.code == 0 or "leave draft.aux_layers away" in ran.err
+    assert ran.code == 0, ran.err
 
 
 def test_from_an_existing_draft(tmp_path: Path, train_draft: Callable[..., Ran], model_directory: Any):
@@ -292,7 +294,8 @@ def test_two_processes(tmp_path: Path, model_directory: Callable[[str], Path], c
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr
     facts = facts_of(output)
-    assert facts["processes"] == 2 and len(metrics_of(output)) == 8
+    assert facts["processes"] == 2
+    assert len(metrics_of(output)) == 8
     assert facts["decoding"]["after"]["chain"]["equal"] == 2
     assert facts["evaluations"][-1]["alpha"][0] > facts["evaluations"][0]["alpha"][0]
     assert ran.stdout.count("wrote ") >= 1
