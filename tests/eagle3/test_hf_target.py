@@ -287,6 +287,22 @@ def test_fork_shares_what_only_grows(models: Models):
     assert (cache.get_seq_length(1), twin.get_seq_length(1)) == (6, 9)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["llama", "gemma2", "lfm2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(name: str, dtype: torch.dtype, model_directory: Callable[[str], Path]):
+    """Catches a mask, position or token that stays on the CPU, and a kernel that ignores the mask."""
+    model = AutoModelForCausalLM.from_pretrained(model_directory(name), dtype=dtype).eval().cuda()
+    target = decoding_target(model, (0, 1))
+    assert type(target) is KINDS[name]
+    if dtype is torch.float32:
+        text = model.generate(
+            torch.tensor([[4, 9, 7]]).cuda(), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, 3:].tolist()
+        assert greedy_by_trees(target, [4, 9, 7], text, 0) == text
+
+
 @pytest.mark.parametrize("kind", [decoding_target, RerunTarget])
 def test_layer_that_is_not_there(kind: Callable[..., Target], models: Models):
     """Catches an index error deep inside the run."""
