@@ -6,7 +6,7 @@ OUT ?= out
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint contract clean
+.PHONY: demo test lint contract contract-golden contract-sglang clean
 
 demo: $(OUT)/smollm2-135m-nvfp4/config.json
 	$(BIN)/soar-prep verify $(OUT)/smollm2-135m-nvfp4
@@ -27,13 +27,22 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy soar_prep
 
-# The golden files once more from the software that made them, in an environment of its own (Python 3.11).
+# What other software writes and reads, by that software itself, in environments of its own (Python 3.11).
+contract: contract-golden contract-sglang
+
+# The golden files once more from what made them.
 CONTRACT := $(VENV)-contract
-contract: $(CONTRACT)/.ready
+contract-golden: $(CONTRACT)/.ready
 	rm -rf $(CONTRACT)/golden && mkdir $(CONTRACT)/golden
 	$(CONTRACT)/bin/python tests/golden/make_golden.py $(CONTRACT)/golden
 	diff -r -x make_golden.py -x requirements.txt $(CONTRACT)/golden tests/golden
 	@echo "contract: the golden files are what fouroversix, compressed-tensors, llm-compressor and ModelOpt write"
+
+# The draft that soar-prep writes, loaded and computed by SGLang on the CPU.
+SGLANG := $(VENV)-sglang
+contract-sglang: $(SGLANG)/.ready
+	PYTHONPATH=tests/contract/stubs:. $(SGLANG)/bin/python tests/contract/sglang_draft.py 2>$(SGLANG)/log \
+		|| { cat $(SGLANG)/log >&2; exit 1; }
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,5 +62,12 @@ $(CONTRACT)/.ready: tests/golden/requirements.txt
 	SKIP_CUDA_BUILD=1 $(CONTRACT)/bin/python -m pip install --quiet --no-deps --no-build-isolation fouroversix==1.0.5
 	touch $@
 
+$(SGLANG)/.ready: tests/contract/requirements-sglang.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet torch==2.13.0
+	$(SGLANG)/bin/python -m pip install --quiet -r tests/contract/requirements-sglang.txt
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps sglang==0.5.21
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(CONTRACT) $(OUT)
+	rm -rf $(VENV) $(CONTRACT) $(SGLANG) $(OUT)

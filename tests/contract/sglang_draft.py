@@ -239,7 +239,7 @@ def damaged(directory: Path, damage: Callable[[Tensors, Config], None], output: 
 
 
 def main(folder: Path) -> None:
-    sglang_runtime.start()
+    sglang_runtime.start(folder)
     for fc_norm, norm_output in itertools.product((False, True), repeat=2):
         name = f"fc_norm={fc_norm} norm_output={norm_output}"
         draft = drawn(fc_norm=fc_norm, norm_output=norm_output)

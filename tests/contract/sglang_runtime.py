@@ -7,7 +7,6 @@ need a GPU. Everything SGLang would draw or leave empty is NaN before it loads, 
 """
 
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +35,11 @@ from torch import Tensor, nn
 SLOTS = 128  # tokens that the KV cache holds
 
 
-def start() -> None:
+def start(folder: Path) -> None:
     """What a server sets up once in each process: its options, and process groups, here of one process."""
     options = ServerArgs(model_path="dummy", device="cpu", attention_backend="torch_native")
     publish(options, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0, dp_rank=None))
-    rendezvous = Path(tempfile.mkdtemp()) / "rendezvous"
-    init_distributed_environment(1, 0, f"file://{rendezvous}", local_rank=0, backend="gloo")
+    init_distributed_environment(1, 0, f"file://{folder}/rendezvous", local_rank=0, backend="gloo")
     initialize_model_parallel(backend="gloo")
     initialize_dp_attention(options)
 

@@ -8,7 +8,7 @@ import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 
 def make_inert(package: str, version: str) -> None:
@@ -20,7 +20,7 @@ def make_inert(package: str, version: str) -> None:
 
 
 class InertModule(ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []  # makes it a package, whose submodules can be imported
 
     def __getattr__(self, name: str) -> Any:
         return inert_class(self.__name__, name)
