@@ -274,13 +274,16 @@ class LessonStream:
 
     @torch.no_grad()
     def lesson(self, batch: Batch, epoch: int) -> Lesson:
-        rule, gaps = self.settings.positions.rule, self.settings.positions.gaps
-        steps, most = self.settings.loss.steps, self.draft.config.max_position_embeddings
-        drawn = draw_positions(batch.document_ids, rule, most, steps, gaps, self.settings.seed, epoch)
-        batch = replace(batch, positions=drawn).to(self.target_ids.device)
+        batch = replace(batch, positions=self.positions(batch, epoch)).to(self.target_ids.device)
         states = self.target.states(batch)
         taught = ask_teacher(states.last, self.target.head, self.target_ids, batch.loss_mask, batch.document_ids)
         return Lesson(batch, states.aux, taught)
+
+    def positions(self, batch: Batch, epoch: int) -> torch.Tensor:
+        """Positions by the rule that the settings name, int64 [B, T]."""
+        rule, gaps = self.settings.positions.rule, self.settings.positions.gaps
+        steps, most = self.settings.loss.steps, self.draft.config.max_position_embeddings
+        return draw_positions(batch.document_ids, rule, most, steps, gaps, self.settings.seed, epoch)
 
 
 class Judge:
