@@ -239,7 +239,12 @@ def run(course: Course, arguments: argparse.Namespace) -> None:
 def write_prompts(judge: Judge, path: Path) -> None:
     """What another program needs to decode the same: prompts, their ends and the target's own output."""
     tokens = judge.settings.decoding.tokens
-    content = {"prompts": judge.prompts, "ends": judge.ends, "tokens": tokens, "plain": judge.plain}
+    content = {
+        "prompts": [prompt.token_ids for prompt in judge.prompts],
+        "ends": judge.ends,
+        "tokens": tokens,
+        "plain": judge.plain,
+    }
     path.write_text(json.dumps(content))
 
 

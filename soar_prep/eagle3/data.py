@@ -74,6 +74,7 @@ class Samples:
     """All samples end to end: token_ids int32 [N], loss_mask bool [N]; sample i is borders[i] to borders[i + 1].
 
     first: the number of sample 0 in the whole data, of which these may be a part; document_ids count from it.
+    domains: of each sample, "" where its row names none; empty for states from disk.
     """
 
     token_ids: Tensor
@@ -81,6 +82,7 @@ class Samples:
     borders: np.ndarray  # int64 [n + 1]
     statistics: Statistics
     first: int = 0
+    domains: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.borders) - 1
@@ -95,7 +97,8 @@ class Samples:
         loss_mask, borders = self.loss_mask[tokens], self.borders[start : stop + 1] - self.borders[start]
         counts = {"rows": stop - start, "tokens": len(loss_mask), "supervised": int(loss_mask.sum())}
         statistics = replace(self.statistics, **counts)
-        return Samples(self.token_ids[tokens], loss_mask, borders, statistics, self.first + start)
+        domains = self.domains[start:stop]
+        return Samples(self.token_ids[tokens], loss_mask, borders, statistics, self.first + start, domains)
 
     def facts(self) -> dict[str, Any]:
         """What a run keeps of its data: two runs with the same sha256 see the same samples in the same order."""
@@ -190,7 +193,8 @@ def collect(rows: Iterable[Row]) -> Samples:
     statistics = Statistics(
         len(kept), len(token_ids), int(loss_mask.sum()), truncated, cut_tokens, dropped, dropped_tokens, longest
     )
-    return Samples(torch.from_numpy(token_ids), torch.from_numpy(loss_mask), borders, statistics)
+    domains = tuple(row.domain for row in kept)
+    return Samples(torch.from_numpy(token_ids), torch.from_numpy(loss_mask), borders, statistics, domains=domains)
 
 
 def check_supervision(found: Statistics, settings: Text, name: str) -> None:

@@ -9,7 +9,7 @@ target keeps its own positions, and its states stay what they are.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -73,9 +73,15 @@ def position_buckets(draft: Draft, longest: int) -> list[int]:
     return [size for size in sizes if longest < size <= most]
 
 
-def prompts_of(samples: Samples, count: int, longest: int) -> list[list[int]]:
-    """Token ids up to the first answer; of text, where every token is supervised, a first half. `longest`: at most."""
-    prompts: list[list[int]] = []
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    domain: str = ""
+
+
+def prompts_of(samples: Samples, count: int, longest: int) -> list[Prompt]:
+    """Up to the first answer; of text, where every token is supervised, a first half. `longest`: tokens at most."""
+    prompts: list[Prompt] = []
     for number in range(len(samples)):
         tokens = slice(int(samples.borders[number]), int(samples.borders[number + 1]))
         ids, supervised = samples.token_ids[tokens].tolist(), samples.loss_mask[tokens]
@@ -83,7 +89,7 @@ def prompts_of(samples: Samples, count: int, longest: int) -> list[list[int]]:
         if start <= 1:
             start = min(max(len(ids) // 2, 1), LONGEST_PROMPT)
         if start <= longest and len(prompts) < count:
-            prompts.append(ids[:start])
+            prompts.append(Prompt(ids[:start], samples.domains[number] if samples.domains else ""))
     return prompts
 
 
@@ -91,7 +97,7 @@ def decode_prompts(
     draft: Draft,
     target: decode.Target,
     embed: Callable[[Tensor], Tensor],
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     how: Decoding,
     ends: Sequence[int],
     plain: dict[int, list[int]],
@@ -104,27 +110,47 @@ def decode_prompts(
     mine = range(processes.process_index, len(prompts), processes.num_processes)
     for number in mine:
         if number not in plain:
-            plain[number] = greedy(target, prompts[number], how.tokens, ends)
+            plain[number] = greedy(target, prompts[number].token_ids, how.tokens, ends)
     shapes = {"chain": Speculation(how.depth, how.depth + 1, width=1)}
     shapes["tree"] = Speculation(how.depth, how.candidates, how.width, Choice.greedy)
     figures = {}
     for shape, speculation in shapes.items():
         outcomes = []
         for number in mine:
-            decoded = decode.decode(target, draft, embed, prompts[number], speculation, how.tokens, ends)
-            outcomes.append((decoded.accepted, len(decoded.tokens), decoded.tokens == plain[number]))
+            prompt = prompts[number]
+            decoded = decode.decode(target, draft, embed, prompt.token_ids, speculation, how.tokens, ends)
+            outcomes.append(
+                Outcome(prompt.domain, decoded.accepted, len(decoded.tokens), decoded.tokens == plain[number])
+            )
         outcomes = gather_object(outcomes)
-        rounds = Counter(length for accepted, _, _ in outcomes for length in accepted)
-        count = sum(rounds.values())
+        domains = sorted({outcome.domain for outcome in outcomes})
+        lengths = Counter(length for outcome in outcomes for length in outcome.accepted)
         figures[shape] = {
-            "accepted": sum(length * n for length, n in rounds.items()) / max(count, 1),
-            "rounds": count,
-            "tokens": sum(tokens for _, tokens, _ in outcomes),
+            "accepted": mean_accepted(outcomes),
+            "rounds": sum(lengths.values()),
+            "tokens": sum(outcome.tokens for outcome in outcomes),
             "prompts": len(outcomes),
-            "equal": sum(equal for _, _, equal in outcomes),
-            "lengths": [rounds[length] for length in range(1, how.depth + 2)],
+            "equal": sum(outcome.is_equal for outcome in outcomes),
+            "lengths": [lengths[length] for length in range(1, how.depth + 2)],
+            "by_domain": {d: mean_accepted([o for o in outcomes if o.domain == d]) for d in domains if d},
         }
     return figures
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one prompt: tokens confirmed in each round, tokens of the output, and whether it is the target's own."""
+
+    domain: str
+    accepted: list[int]
+    tokens: int
+    is_equal: bool
+
+
+def mean_accepted(outcomes: Sequence[Outcome]) -> float:
+    """Tokens a round; 0 if there was none, where every output was its first token."""
+    rounds = [length for outcome in outcomes for length in outcome.accepted]
+    return sum(rounds) / len(rounds) if rounds else 0.0
 
 
 def greedy(target: decode.Target, prompt: Sequence[int], count: int, ends: Sequence[int]) -> list[int]:

@@ -25,7 +25,8 @@ CHUNK = 64  # rows a call of the tokenizer, which spreads them over the cores
 
 @dataclass(frozen=True)
 class Row:
-    """token_ids int32 [n] and loss_mask bool [n] of one sample, cut to its length; uncut: its tokens before that.
+    """token_ids int32 [n] and loss_mask bool [n] of one sample, cut to its length; uncut: its tokens before that;
+    domain: what kind of text it is, from the row's own `domain`, for figures by domain.
 
     loss_mask[0] is False: nothing comes before the first token, so nothing predicts it.
     """
@@ -33,12 +34,13 @@ class Row:
     token_ids: np.ndarray
     loss_mask: np.ndarray
     uncut: int
+    domain: str = ""
 
 
-def make_row(token_ids: Any, loss_mask: Any, length: int) -> Row:
+def make_row(token_ids: Any, loss_mask: Any, length: int, domain: Any = "") -> Row:
     mask = np.array(loss_mask[:length], dtype=bool)
     mask[:1] = False
-    return Row(np.array(token_ids[:length], dtype=np.int32), mask, len(token_ids))
+    return Row(np.array(token_ids[:length], dtype=np.int32), mask, len(token_ids), str(domain))
 
 
 def text_rows(documents: Iterable[str], tokenizer: Any, length: int) -> Iterator[Row]:
@@ -66,16 +68,17 @@ def chat_rows(settings: Text, tokenizer: Any) -> Iterator[Row]:
         )
     stops = stop_ids(tokenizer)
     rows = islice(read_rows(str(settings.path), settings.seed), settings.samples)
-    while chunk := [(where, conversation(where, row)) for where, row in islice(rows, CHUNK)]:
-        texts = [render_chat(where, turns, tokenizer) for where, turns in chunk]
+    while chunk := [(where, conversation(where, row), row.get("domain", "")) for where, row in islice(rows, CHUNK)]:
+        texts = [render_chat(where, turns, tokenizer) for where, turns, _ in chunk]
         encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        for (where, turns), text, ids, offsets in zip(
+        for (where, turns, domain), text, ids, offsets in zip(
             chunk, texts, encoded.input_ids, encoded.offset_mapping, strict=True
         ):
             starts, ends = token_extents(offsets)
             kept = int(ends[: settings.length].max(initial=0))
             spans = assistant_spans(where, turns, text, tokenizer, kept)
-            yield make_row(ids, supervise(text, spans, starts, ends, np.isin(ids, stops)), settings.length)
+            mask = supervise(text, spans, starts, ends, np.isin(ids, stops))
+            yield make_row(ids, mask, settings.length, domain)
 
 
 def special_ids(tokenizer: Any) -> set[int]:
