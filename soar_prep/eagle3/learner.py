@@ -120,7 +120,7 @@ class Learner:
             self.module = InDtype(lessons, dtype)
             if self.processes.num_processes > 1:
                 devices = [device] if device.type == "cuda" else None
-                self.module = DistributedDataParallel(self.module, device_ids=devices, broadcast_buffers=False)
+                self.module = DistributedDataParallel(self.module, device_ids=devices)
         self.parameters = dict(draft.named_parameters())
         matrices = [p for p in self.parameters.values() if p.ndim > 1]
         vectors = [p for p in self.parameters.values() if p.ndim == 1]
@@ -180,7 +180,9 @@ class Learner:
             for key in ("exp_avg", "exp_avg_sq"):
                 if self.done:
                     held[key][name] = self.optimizer.state[weight][key]
-        tensors = {kind: {name: whole(t).cpu() for name, t in values.items()} for kind, values in held.items()}
+        tensors = {
+            kind: {name: whole(t).to("cpu", copy=True) for name, t in values.items()} for kind, values in held.items()
+        }
         return {"done": self.done, **tensors}
 
     @torch.no_grad()
@@ -193,7 +195,7 @@ class Learner:
                 self.ema[name].copy_(part_like(state["ema"][name], weight))
             if self.done:
                 count = torch.tensor(float(self.done), device=weight.device)
-                moments = {key: part_like(state[key][name], weight) for key in ("exp_avg", "exp_avg_sq")}
+                moments = {key: part_like(state[key][name].clone(), weight) for key in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[weight] = {"step": count, **moments}
 
 
