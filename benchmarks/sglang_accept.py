@@ -7,7 +7,7 @@ TARGET: a Hugging Face directory, BF16 or NVFP4 in ModelOpt's layout. DRAFT: wha
 PROMPTS: JSON, a list of lists of token ids. Both decode greedily, --tokens at most, up to the target's end tokens, one
 prompt at a time. A --shapes word is SGLang's steps/topk/num_draft_tokens: 7/1/8 is a chain, 7/4/15 a tree.
 `serve` starts one sglang.Engine a shape and one without a draft, each in a process of its own, since a scheduler that
-dies takes its parent along; --together starts them at the same time.
+dies takes its parent along; --together starts them at the same time; --again reads what they left in LOGS earlier.
 
 ours.json: {shape: [{"tokens": [...], "accepted": [...]}, ...]}, one record a prompt; accepted: a number a round.
 sglang.json: {"target", "draft", "engines": {shape or "plain": {"seconds", "prompts": [...]}}, "summary"}.
@@ -26,8 +26,8 @@ becomes of it here:
 Outputs may differ from the engine's own without a draft: a tree is read by other kernels than a token, and BF16 logits
 tie. So the first difference is reported with the gap between the plain engine's two best tokens there, in nats: a near
 tie is rounding, a wide gap is an error. --engine '{"enable_fp32_lm_head": true}' makes ties rare.
-In NVFP4, SGLang's Marlin rounds each weight_scale_2 to BF16 (marlin_utils_fp4.py:203), our decoder does not: their
-outputs part sooner, for which the accepted lengths, not the tokens, are to be compared.
+In NVFP4, SGLang's Marlin rounds each weight_scale_2 to BF16 (marlin_utils_fp4.py:203): nothing is lost where it is a
+power of two, soar-prep's default; else the two decoders hold different weights, and only lengths are comparable.
 
 Needs sglang 0.5.21 and a GPU for `serve` (--device cpu: without a draft only), soar-prep for `decode`.
 """
@@ -85,7 +85,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "grammar_backend": "none",
         "disable_flashinfer_autotune": True,
         "disable_prefill_cuda_graph": True,
-        "cuda_graph_max_bs_decode": args.concurrent,
+        "cuda_graph_max_bs_decode": max(args.concurrent, 4),
         "max_running_requests": args.concurrent,
         "max_total_tokens": args.cache,
         "mem_fraction_static": args.memory,
@@ -161,6 +161,9 @@ def serve(args: argparse.Namespace) -> int:
     engines: dict[str, Any] = {}
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     waiting = [PLAIN, *args.shapes]
+    if args.again:
+        engines = {shape: read_result(args, shape, 0) for shape in waiting}
+        waiting = []
     while waiting or running:
         if waiting and (args.together or not running):
             shape = waiting.pop(0)
@@ -174,7 +177,7 @@ def serve(args: argparse.Namespace) -> int:
                 del running[shape]
                 engines[shape] = read_result(args, shape, process.returncode)
         time.sleep(0.2)
-    own = json.loads(args.own.read_text()) if args.own else {}
+    own = {shape: records for path in args.own for shape, records in json.loads(path.read_text()).items()}
     summary = summarize(engines, own, args.shapes)
     facts = {"target": str(args.target), "draft": str(args.draft), "tokens": args.tokens, "ignore_eos": args.ignore_eos}
     args.output.write_text(json.dumps(facts | {"engines": engines, "summary": summary}))
@@ -202,7 +205,8 @@ def read_result(args: argparse.Namespace, shape: str, code: int) -> dict[str, An
     """What the engine wrote; if nothing, the end of its log. A process that fails only as it ends has done its work."""
     if file_of(args, shape, ".json").exists():
         return json.loads(file_of(args, shape, ".json").read_text())
-    lines = file_of(args, shape, ".log").read_text(errors="replace").splitlines()
+    log = file_of(args, shape, ".log")
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return {"error": f"exit code {code}", "log": [line[:300] for line in lines if line.strip()][-25:]}
 
 
@@ -210,9 +214,10 @@ def summarize(engines: dict[str, Any], own: dict[str, Any], shapes: list[str]) -
     plain = engines[PLAIN].get("prompts")
     summary: dict[str, Any] = {}
     for shape in shapes:
-        if "error" in engines[shape]:
+        engine = engines[shape]
+        if "error" in engine:
             continue
-        records = engines[shape]["prompts"]
+        records = engine["prompts"]
         rounds, accepted = (sum(record.get(name, 0) for record in records) for name in ("rounds", "accepted"))
         reported = [record["spec_accept_length"] for record in records if "spec_accept_length" in record]
         figures: dict[str, Any] = {
@@ -220,7 +225,7 @@ def summarize(engines: dict[str, Any], own: dict[str, Any], shapes: list[str]) -
             "accepted_length": accepted / max(rounds, 1),
             "mean_spec_accept_length": statistics.fmean(reported) if reported else None,
             "lengths": lengths(records),
-            "tokens_per_second": sum(len(record["tokens"]) for record in records) / engines[shape]["seconds"],
+            "tokens_per_second": sum(len(record["tokens"]) for record in records) / max(engine["seconds"], 1e-3),
         }
         if plain:
             for record, truth in zip(records, plain, strict=True):
@@ -289,9 +294,13 @@ def show(engines: dict[str, Any], own: dict[str, Any], summary: dict[str, Any], 
             print(
                 f"    own decoder {figures['own_accepted_length']:.3f}, SGLang / own = {figures['ratio']:.4f}; "
                 f"{figures['own_equal']}/{count} outputs equal, {figures['own_equal_and_same_rounds']} of them in as "
-                f"many rounds; there {figures['accepted_length_where_equal']:.3f} against "
-                f"{figures['own_accepted_length_where_equal']:.3f}, ratio {figures['ratio_where_equal']:.4f}"
+                "many rounds"
             )
+            if figures["own_equal"]:
+                print(
+                    f"    where equal {figures['accepted_length_where_equal']:.3f}, own decoder "
+                    f"{figures['own_accepted_length_where_equal']:.3f}, ratio {figures['ratio_where_equal']:.4f}"
+                )
         elif own:
             print(f"    --own holds nothing for {shape}")
 
@@ -349,9 +358,10 @@ def main() -> None:
     parser.add_argument("--shape", default=PLAIN, help="of `engine`")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--own", type=Path, help="what `decode` wrote")
+    parser.add_argument("--own", type=Path, nargs="+", default=[], help="what `decode` wrote")
     parser.add_argument("--logs", type=Path, default=Path("sglang-logs"))
     parser.add_argument("--together", action="store_true")
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--limit", type=int, default=240, help="seconds an engine may live")
     parser.add_argument("--concurrent", type=int, default=1, help="prompts at a time")
     parser.add_argument("--cache", type=int, default=16384, help="tokens that SGLang's KV cache holds")
