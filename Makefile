@@ -38,11 +38,12 @@ contract-golden: $(CONTRACT)/.ready
 	diff -r -x make_golden.py -x requirements.txt $(CONTRACT)/golden tests/golden
 	@echo "contract: the golden files are what fouroversix, compressed-tensors, llm-compressor and ModelOpt write"
 
-# The draft that soar-prep writes, loaded and computed by SGLang on the CPU.
+# The draft that soar-prep writes, loaded and computed by SGLang on the CPU, then served by its Engine.
 SGLANG := $(VENV)-sglang
 contract-sglang: $(SGLANG)/.ready
-	PYTHONPATH=tests/contract/stubs:. $(SGLANG)/bin/python tests/contract/sglang_draft.py 2>$(SGLANG)/log \
-		|| { cat $(SGLANG)/log >&2; exit 1; }
+	for script in sglang_draft sglang_engine; do \
+		PYTHONPATH=tests/contract/stubs:. $(SGLANG)/bin/python tests/contract/$$script.py 2>$(SGLANG)/log \
+			|| { cat $(SGLANG)/log >&2; exit 1; }; done
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
