@@ -4,8 +4,9 @@
     python benchmarks/sglang_accept.py serve TARGET DRAFT PROMPTS sglang.json --own ours.json --logs LOGS --together
 
 TARGET: a Hugging Face directory, BF16 or NVFP4 in ModelOpt's layout. DRAFT: what `soar-prep train-draft` writes.
-PROMPTS: JSON, a list of lists of token ids. Both decode greedily, --tokens at most, up to the target's end tokens, one
-prompt at a time. A --shapes word is SGLang's steps/topk/num_draft_tokens: 7/1/8 is a chain, 7/4/15 a tree.
+PROMPTS: JSON, a list of lists of token ids, or the file of `bench_draft.py run --keep`, whose end tokens then hold too.
+Both decode greedily, --tokens at most, up to the target's end tokens, one prompt at a time. A --shapes word is SGLang's
+steps/topk/num_draft_tokens: 7/1/8 is a chain, 7/4/15 a tree.
 `serve` starts one sglang.Engine a shape and one without a draft, each in a process of its own, since a scheduler that
 dies takes its parent along; --together starts them at the same time; --again reads what they left in LOGS earlier.
 
@@ -48,14 +49,16 @@ PLAIN = "plain"
 NEAR_TIE = 0.3  # nats; neighbouring BF16 logits of 16 to 32 lie 0.125 apart
 
 
-def end_tokens(target: Path) -> list[int]:
-    """The target's own, from generation_config.json or config.json: those at which SGLang stops."""
-    found: set[int] = set()
+def read_prompts(args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
+    """(prompts, end tokens). SGLang stops at the target's own, so those always belong to them."""
+    found = json.loads(args.prompts.read_text())
+    prompts, given = (found["prompts"], found["ends"]) if isinstance(found, dict) else (found, [])
+    ends = set(given)
     for name in ("config.json", "generation_config.json"):
-        if (target / name).exists():
-            ends = json.loads((target / name).read_text()).get("eos_token_id")
-            found |= set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
-    return sorted(found)
+        if (args.target / name).exists():
+            own = json.loads((args.target / name).read_text()).get("eos_token_id")
+            ends |= set(own) if isinstance(own, list) else set() if own is None else {own}
+    return prompts, [] if args.ignore_eos else sorted(ends)
 
 
 def accepted_of(meta: dict[str, Any]) -> int:
@@ -120,14 +123,14 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def run_engine(args: argparse.Namespace) -> None:
     import sglang
 
-    prompts = json.loads(args.prompts.read_text())
+    prompts, ends = read_prompts(args)
     start = time.perf_counter()
     engine = sglang.Engine(**engine_arguments(args))
     up = time.perf_counter() - start
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": args.tokens, "ignore_eos": args.ignore_eos}
-    if not args.ignore_eos:
-        sampling["stop_token_ids"] = end_tokens(args.target)
-    warm = sampling | {"max_new_tokens": 24, "ignore_eos": True}
+    if ends:
+        sampling["stop_token_ids"] = ends
+    warm = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
     engine.generate(input_ids=[prompts[0][::-1]], sampling_params=warm)  # kernels are compiled now, not while timed
     more = {"return_logprob": True, "top_logprobs_num": 2} if args.shape == PLAIN else {}
     start = time.perf_counter()
@@ -333,14 +336,14 @@ def decode(args: argparse.Namespace) -> int:
     model = StreamedModel(Checkpoint(args.target), Compute(dtype=args.dtype))
     draft = read_draft(args.draft).to(model.device, model.dtype)
     target = Target(model, draft.config.aux_layers)
-    ends = [] if args.ignore_eos else end_tokens(args.target)
+    prompts, ends = read_prompts(args)
     result: dict[str, list[dict[str, Any]]] = {}
     with target.decoder() as decoder:
         for shape in args.shapes:
             steps, topk, candidates = map(int, shape.split("/"))
             how = Speculation(steps, candidates, topk)
             result[shape] = []
-            for prompt in json.loads(args.prompts.read_text()):
+            for prompt in prompts:
                 decoded = speculate(decoder, draft, target.embed, prompt, how, args.tokens, ends)
                 result[shape].append({"tokens": decoded.tokens, "accepted": decoded.accepted})
             accepted = [length for record in result[shape] for length in record["accepted"]]
