@@ -18,6 +18,7 @@ lambda = exp(-eta mean(alpha)), a constant: one for a step, from the mean over a
 has q near 1 / V, so the gradient of tv is about 1 / V and alone would stall: KL leads. KL also spends a small draft on
 tails that it cannot fit; as alpha grows, what counts in serving takes over (lambda .55, .22, .09 at alpha .2, .5, .8).
 Only the gradient [n, V] is kept for the backward pass, in z's dtype; all sums are in fp32 at least.
+`losses_and_gradient` is the truth; on a GPU its twin in triton_loss.py runs.
 Source: LK losses (Samarin et al., arXiv 2602.23881).
 """
 
@@ -94,7 +95,12 @@ def step_loss(
 class _RowLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, *teacher_and_options: Any) -> tuple[Tensor, ...]:
-        losses, gradient, *figures = losses_and_gradient(z, *teacher_and_options)
+        compute = losses_and_gradient
+        if z.is_cuda:
+            from soar_prep.eagle3 import triton_loss  # triton is not there on every platform
+
+            compute = triton_loss.losses_and_gradient
+        losses, gradient, *figures = compute(z, *teacher_and_options)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(*figures)
         return losses, *figures
@@ -102,7 +108,8 @@ class _RowLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradients[0][:, None] * gradient).to(gradient.dtype), *[None] * 6
+        # Straight into z's dtype: the product alone would be [n, V] in fp32.
+        return torch.mul(gradients[0][:, None], gradient, out=torch.empty_like(gradient)), *[None] * 6
 
 
 def losses_and_gradient(
@@ -124,9 +131,7 @@ def losses_and_gradient(
     alpha = torch.minimum(p, q).sum(dim=-1)
     # A head may rule tokens out with -inf, and 0 * -inf is no number.
     kl = torch.where(p_tilde > 0, p_tilde * (log_p_tilde - log_q), 0.0).sum(dim=-1)
-    total, rows = sum_over_ranks(torch.stack([alpha.sum(), alpha.new_tensor(len(alpha))]))
-    rows = rows.clamp(min=1)
-    mixing = torch.exp(-eta * total / rows)
+    mixing, rows = mixing_of(alpha, eta, sum_over_ranks)
 
     # alpha is zero where all of the target's mass lies outside the draft's tokens; so is then its gradient.
     positive_alpha = alpha.clamp(min=torch.finfo(wide).tiny)
@@ -144,3 +149,12 @@ def losses_and_gradient(
     s = (q * accepted).sum(dim=-1, keepdim=True)
     gradient = of_kl * (q - p_tilde) + of_tv * (q * (s - accepted))
     return losses, gradient.to(z.dtype), alpha, kl, mixing, rows
+
+
+def mixing_of(alpha: Tensor, eta: float, sum_over_ranks: SumOverRanks) -> tuple[Tensor, Tensor]:
+    """(lambda [], rows on all ranks [], at least 1) from alpha [n] of this rank. Nothing is copied to or from a GPU."""
+    sums = alpha.new_full((2,), len(alpha))
+    torch.sum(alpha, dim=0, out=sums[0])
+    total, rows = sum_over_ranks(sums)
+    rows = rows.clamp(min=1)
+    return torch.exp(-eta * total / rows), rows
