@@ -27,10 +27,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy soar_prep
 
-# What other software writes and reads, by that software itself, in environments of its own (Python 3.11).
+# What other software writes and reads, by that software itself, in environments of its own.
 contract: contract-golden contract-sglang
 
-# The golden files once more from what made them.
+# The golden files once more from what made them (Python 3.11).
 CONTRACT := $(VENV)-contract
 contract-golden: $(CONTRACT)/.ready
 	rm -rf $(CONTRACT)/golden && mkdir $(CONTRACT)/golden
