@@ -13,11 +13,15 @@ log-sum-exp lse0, then one score s_m = q . own_key_m / sqrt(hd) an own key:
 Backward, `causal_backward` is given the MERGED output and lse. A flash kernel's backward recomputes exp(score - lse)
 and subtracts grad . output: with the merged ones that is exactly step 0's share, so a kernel that returns lse can stand
 in for the two causal functions, unchanged. All sums are in fp32 at least. `ttt_attention_truth` has the mask.
+On a GPU in bf16 or fp16 that kernel is torch's FlashAttention: the documents of all rows laid end to end, each a
+sequence of its own. It rounds output0 and the gradients of its part to the dtype, and sums dq in no fixed order unless
+torch.use_deterministic_algorithms is on.
 
 Padding is a document of its own (a negative id): it sees itself, nobody else sees it, and no row is without keys.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +32,29 @@ from soar_prep.eagle3.draft import at_least_fp32
 QUERY_BLOCK = 256  # queries a block of scores
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """Documents of all rows laid end to end: bounds int32 [documents + 1], where each begins among the B T indices and
+    the last ends; longest: tokens, at least two."""
+
+    bounds: Tensor
+    longest: int
+
+
 def ttt_attention(
-    q: Tensor, keys: Tensor, values: Tensor, own_keys: Sequence[Tensor], own_values: Sequence[Tensor], documents: Tensor
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    own_keys: Sequence[Tensor],
+    own_values: Sequence[Tensor],
+    documents: Tensor,
+    sequences: Sequences | None = None,
 ) -> Tensor:
-    """Output [B, nh, T, hd] in q's dtype, with gradients to all but documents. Saves no scores: O(T) memory."""
-    return _TTTAttention.apply(q, keys, values, documents, *own_keys, *own_values)
+    """Output [B, nh, T, hd] in q's dtype, with gradients to q, keys and values. Saves no scores: O(T) memory.
+
+    sequences: of the documents, where `has_flash(q)`; then step 0 is the GPU's kernel.
+    """
+    return _TTTAttention.apply(q, keys, values, documents, sequences, *own_keys, *own_values)
 
 
 def ttt_attention_truth(
@@ -57,22 +79,62 @@ class StepAttention:
 
     def __init__(self, documents: Tensor):
         self.documents = documents
+        self.sequences: Sequences | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self.keys and has_flash(q):
+            self.sequences = sequences_of(self.documents)
         self.keys.append(k)
         self.values.append(v)
-        return ttt_attention(q, self.keys[0], self.values[0], self.keys[1:], self.values[1:], self.documents)
+        own_keys, own_values = self.keys[1:], self.values[1:]
+        return ttt_attention(q, self.keys[0], self.values[0], own_keys, own_values, self.documents, self.sequences)
+
+
+def has_flash(q: Tensor) -> bool:
+    """torch's FlashAttention has a forward and a backward pass for such queries."""
+    head_dim = q.shape[-1]
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.numel() == 0:
+        return False
+    # Between 192 and 256 the backward pass exists for data-centre GPUs alone.
+    is_size_served = head_dim % 8 == 0 and (head_dim <= 192 or head_dim == 256)
+    return is_size_served and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def sequences_of(documents: Tensor) -> Sequences | None:
+    """None where a row has a document in several pieces. The one wait for the GPU of a training sequence."""
+    rows = documents.cpu()
+    is_start = torch.ones_like(rows, dtype=torch.bool)
+    is_start[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    row, index = is_start.nonzero(as_tuple=True)
+    names = torch.stack([row, rows[row, index]])
+    if names.unique(dim=1).shape[1] < names.shape[1]:
+        return None
+    bounds = torch.cat([is_start.flatten().nonzero()[:, 0], torch.tensor([rows.numel()])]).int()
+    # torch's kernel takes another road for sequences of one token, which returns its log-sum-exp in another order.
+    return Sequences(bounds.to(documents.device), max(int(bounds.diff().max()), 2))
 
 
 class _TTTAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, documents: Tensor, *own: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        documents: Tensor,
+        sequences: Sequences | None,
+        *own: Tensor,
+    ) -> Tensor:
         own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
-        output, lse = causal_forward(q, keys, values, documents)
+        if sequences is None:
+            output, lse = causal_forward(q, keys, values, documents)
+        else:
+            output, lse = flash_forward(q, keys, values, sequences)
         output, lse = merge_own(output, lse, q, own_keys, own_values)
         output = output.to(q.dtype)
+        ctx.sequences = sequences
         ctx.save_for_backward(q, keys, values, documents, output, lse, *own)
         return output
 
@@ -81,9 +143,12 @@ class _TTTAttention(torch.autograd.Function):
         q, keys, values, documents, output, lse, *own = ctx.saved_tensors
         own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
         (grad,) = gradients
-        dq, dk, dv = causal_backward(grad, q, keys, values, documents, output, lse)
+        if ctx.sequences is None:
+            dq, dk, dv = causal_backward(grad, q, keys, values, documents, output, lse)
+        else:
+            dq, dk, dv = flash_backward(grad, q, keys, values, ctx.sequences, output, lse)
         dq_own, dk_own, dv_own = own_backward(grad, q, own_keys, own_values, output, lse)
-        return (dq + dq_own).to(q.dtype), dk.to(keys.dtype), dv.to(values.dtype), None, *dk_own, *dv_own
+        return (dq + dq_own).to(q.dtype), dk.to(keys.dtype), dv.to(values.dtype), None, None, *dk_own, *dv_own
 
 
 def causal_forward(q: Tensor, keys: Tensor, values: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,6 +192,36 @@ def causal_backward(
         dq[..., block, :] = d_scores @ wide_keys[..., :stop, :]
         dk[:, :, :stop] += (d_scores.mT @ q_block).sum(dim=2)
     return dq.flatten(1, 2), dk, dv
+
+
+def flash_forward(q: Tensor, keys: Tensor, values: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """As `causal_forward`, by torch's kernel: output in q's dtype, log-sum-exp fp32."""
+    bounds, longest = sequences.bounds, sequences.longest
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(end_to_end(x) for x in (q, keys, values)), bounds, bounds, longest, longest, 0.0, True, False
+    )
+    rows = q.shape[0]
+    return output.unflatten(0, (rows, -1)).transpose(1, 2), lse.unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, output: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `causal_backward`, by torch's kernel: gradients in q's dtype."""
+    bounds, longest = sequences.bounds, sequences.longest
+    laid = [end_to_end(x) for x in (grad.contiguous(), q, keys, values, output)]
+    sums = lse.transpose(0, 1).flatten(1).contiguous()
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # nor seed
+    gradients = torch.ops.aten._flash_attention_backward(
+        *laid, sums, bounds, bounds, longest, longest, 0.0, True, *no_dropout
+    )
+    dq, dk, dv = (x.unflatten(0, (q.shape[0], -1)).transpose(1, 2) for x in gradients)
+    return dq, dk, dv
+
+
+def end_to_end(x: Tensor) -> Tensor:
+    """[B, heads, T, hd] -> [B T, heads, hd], as the kernel wants it."""
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 def merge_own(
