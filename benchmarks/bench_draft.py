@@ -1,12 +1,13 @@
 """Drafts trained side by side on one target's states: losses, positions, options, and SpecForge 0.2.0 as the peer.
 
-    python benchmarks/bench_draft.py run TARGET CHATS OUT --seed 0 --updates 600 [--contenders hybrid kl ...]
-    python benchmarks/bench_draft.py table OUT/seed-*.json
+    python benchmarks/bench_draft.py run TARGET CHATS OUT --seed 0 --updates 600 [--contenders hybrid ...]
+    python benchmarks/bench_draft.py table OUT/*.json
     python benchmarks/bench_draft.py speed TARGET CHATS [--contenders hybrid specforge-kl]
 
 run: every contender gets the same batches, target states, schedule, shape, vocabulary and, ours, the same first
-weights; a seed draws the order of the data and the weights. Runs of several seeds may share a GPU. OUT/seed-N.json
-holds the figures, OUT/<contender>-N the drafts of --keep. speed: updates alone, nothing else on the GPU; seconds an
+weights; a seed draws the order of the data and the weights. Runs of other seeds or contenders may share a GPU:
+--seconds and --together N find the number of updates that the slowest of N runs into one OUT can make. OUT/seed-*.json
+hold the figures, OUT/<contender>-N the drafts of --keep. speed: updates alone, nothing else on the GPU; seconds an
 update without the target's forward pass.
 """
 
@@ -63,6 +64,8 @@ def main() -> None:
         if name == "run":
             command.add_argument("output", type=Path)
             command.add_argument("--keep", nargs="*", default=[])
+            command.add_argument("--seconds", type=float, default=None, help="of training, instead of --updates")
+            command.add_argument("--together", type=int, default=1, help="runs that agree on a number of updates")
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--updates", type=int, default=600 if name == "run" else 20)
         command.add_argument("--contenders", nargs="*", default=[*OURS, *PEERS])
@@ -198,7 +201,32 @@ def make(name: str, course: Course) -> Ours | SpecForge:
     return SpecForge(name, course) if name in PEERS else Ours(name, course)
 
 
+def agree_on_updates(course: Course, arguments: argparse.Namespace) -> int:
+    """How many updates the slowest of the runs makes in the time, from a few that are then thrown away."""
+    contenders = [make(name, course) for name in arguments.contenders]
+    target_ids = contenders[0].draft.target_ids().to(course.model.device)
+    for done, (batch, place) in enumerate(islice(batches(course.samples, course.batching), 16)):
+        if done == 6:  # the first ones compile
+            wait(course.model.device)
+            began = time.monotonic()
+        given = Given(course, batch, place.epoch, target_ids)
+        for contender in contenders:
+            contender.update(given)
+    wait(course.model.device)
+    own = (time.monotonic() - began) / 10
+    (arguments.output / f"pace-{arguments.seed}-{arguments.contenders[0]}.txt").write_text(f"{own}")
+    while len(paces := list(arguments.output.glob("pace-*.txt"))) < arguments.together:
+        time.sleep(0.5)
+    time.sleep(0.5)
+    slowest = max(float(path.read_text()) for path in paces)
+    print(f"{own:.3f} s an update of all, the slowest run {slowest:.3f} s", flush=True)
+    return max(int(arguments.seconds / slowest), 1)
+
+
 def run(course: Course, arguments: argparse.Namespace) -> None:
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    if arguments.seconds is not None:
+        course.updates = arguments.updates = agree_on_updates(course, arguments)
     contenders = {name: make(name, course) for name in arguments.contenders}
     target_ids = next(iter(contenders.values())).draft.target_ids().to(course.model.device)
     stream = batches(course.samples, course.batching)
@@ -220,7 +248,6 @@ def run(course: Course, arguments: argparse.Namespace) -> None:
         "arguments": {k: str(v) for k, v in vars(arguments).items()},
         "contenders": {},
     }
-    arguments.output.mkdir(parents=True, exist_ok=True)
     plain: dict[int, list[int]] = {}
     for name, contender in contenders.items():
         judge = course.judge(contender.settings, contender.draft)
@@ -231,7 +258,8 @@ def run(course: Course, arguments: argparse.Namespace) -> None:
         if name in arguments.keep:
             write_draft(judge.draft, arguments.output / f"{name}-{arguments.seed}")
         print(f"seed {arguments.seed}, {name}: {summary(found)}", flush=True)
-        (arguments.output / f"seed-{arguments.seed}.json").write_text(json.dumps(record))
+        path = arguments.output / f"seed-{arguments.seed}-{arguments.contenders[0]}.json"
+        path.write_text(json.dumps(record))
     if arguments.keep:
         write_prompts(judge, arguments.output / f"prompts-{arguments.seed}.json")
 
@@ -294,13 +322,18 @@ def print_tables(records: list[dict[str, Any]]) -> None:
     facts = first["environment"]
     print(f"{facts['device']}, {', '.join(f'{k} {v}' for k, v in facts['packages'].items())}, {facts['commit']}")
     print(
-        f"{len(records)} seeds, {first['updates']} updates of {first['arguments']['batch_tokens']} tokens "
-        f"({first['tokens']:,} tokens seen), draft vocabulary covers {first['coverage']:.1%}\n"
+        f"{len({record['seed'] for record in records})} seeds, {first['updates']} updates of "
+        f"{first['arguments']['batch_tokens']} tokens ({first['tokens']:,} tokens seen), draft vocabulary covers "
+        f"{first['coverage']:.1%}\n"
     )
-    print("| contender | alpha of steps 1, 2, 3, 5, 7 | simulated greedy | sampled | real chain | real tree | equal |")
-    print("|---|---|---|---|---|---|---|")
-    for name in first["contenders"]:
-        rows = [record["contenders"][name] for record in records if name in record["contenders"]]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        for name, figures in record["contenders"].items():
+            found.setdefault(name, []).append(figures)
+    heads = ("alpha of steps 1, 2, 3, 5, 7", "simulated greedy", "sampled", "real chain", "real tree", "equal")
+    print(f"| contender | seeds | {' | '.join(heads)} |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, rows in found.items():
         natural = [row["positions"]["natural"] for row in rows]
         alpha = " ".join(f"{fmean(n['alpha'][k] for n in natural):.3f}" for k in (0, 1, 2, 4, 6))
         cells = [spread([n[key] for n in natural]) for key in ("tau_greedy", "tau_sampled")]
@@ -308,14 +341,14 @@ def print_tables(records: list[dict[str, Any]]) -> None:
         cells += [spread([x["accepted"] for x in shape]) if shape else "" for shape in real]
         outputs = [x for shape in real for x in shape]
         equal = f"{sum(x['equal'] for x in outputs)} of {sum(x['prompts'] for x in outputs)}"
-        print(f"| {name} | {alpha} | {' | '.join(cells)} | {equal} |")
-    buckets = list(next(iter(first["contenders"].values()))["positions"])
-    print(f"\nsimulated accepted length, greedy, by position\n\n| contender | {' | '.join(buckets)} |")
-    print("|---" * (len(buckets) + 1) + "|")
-    for name in first["contenders"]:
-        rows = [record["contenders"][name]["positions"] for record in records if name in record["contenders"]]
-        means = [fmean(row[bucket]["tau_greedy"] for row in rows) for bucket in buckets]
-        print(f"| {name} | {' | '.join(f'{mean:.2f}' for mean in means)} |")
+        print(f"| {name} | {len(rows)} | {alpha} | {' | '.join(cells)} | {equal} |")
+    buckets = list(next(iter(found.values()))[0]["positions"])
+    for key in ("tau_greedy", "tau_sampled"):
+        print(f"\n{key} by position\n\n| contender | {' | '.join(buckets)} |")
+        print("|---" * (len(buckets) + 1) + "|")
+        for name, rows in found.items():
+            cells = [spread([row["positions"][bucket][key] for row in rows]) for bucket in buckets]
+            print(f"| {name} | {' | '.join(cells)} |")
 
 
 def spread(values: list[float]) -> str:
