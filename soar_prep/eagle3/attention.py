@@ -20,7 +20,7 @@ torch.use_deterministic_algorithms is on.
 Padding is a document of its own (a negative id): it sees itself, nobody else sees it, and no row is without keys.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,8 @@ class _TTTAttention(torch.autograd.Function):
             output, lse = causal_forward(q, keys, values, documents)
         else:
             output, lse = flash_forward(q, keys, values, sequences)
-        output, lse = merge_own(output, lse, q, own_keys, own_values)
+        merge, _ = own_functions(q, own_keys)
+        output, lse = merge(output, lse, q, own_keys, own_values)
         output = output.to(q.dtype)
         ctx.sequences = sequences
         ctx.save_for_backward(q, keys, values, documents, output, lse, *own)
@@ -147,8 +148,22 @@ class _TTTAttention(torch.autograd.Function):
             dq, dk, dv = causal_backward(grad, q, keys, values, documents, output, lse)
         else:
             dq, dk, dv = flash_backward(grad, q, keys, values, ctx.sequences, output, lse)
-        dq_own, dk_own, dv_own = own_backward(grad, q, own_keys, own_values, output, lse)
-        return (dq + dq_own).to(q.dtype), dk.to(keys.dtype), dv.to(values.dtype), None, None, *dk_own, *dv_own
+        if own:
+            _, backward = own_functions(q, own_keys)
+            dq_own, dk_own, dv_own = backward(grad, q, own_keys, own_values, output, lse)
+            dq = dq + dq_own
+        else:
+            dk_own = dv_own = []
+        return dq.to(q.dtype), dk.to(keys.dtype), dv.to(values.dtype), None, None, *dk_own, *dv_own
+
+
+def own_functions(q: Tensor, own_keys: Sequence[Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`merge_own` and `own_backward`, or on a GPU their Triton twins."""
+    if not own_keys or not q.is_cuda or q.dtype == torch.float64:
+        return merge_own, own_backward
+    from soar_prep.eagle3 import triton_attention  # triton is not there on every platform
+
+    return triton_attention.merge_own, triton_attention.own_backward
 
 
 def causal_forward(q: Tensor, keys: Tensor, values: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
