@@ -253,10 +253,10 @@ def run(course: Course, arguments: argparse.Namespace) -> None:
         judge = course.judge(contender.settings, contender.draft)
         judge.plain = plain  # the target's own output, once
         judge.take(contender.weights())
-        found = {"positions": judge.by_position(), "decoding": judge.decoding()}
-        record["contenders"][name] = found
         if name in arguments.keep:
             write_draft(judge.draft, arguments.output / f"{name}-{arguments.seed}")
+        found = {"positions": judge.by_position(), "decoding": judge.decoding()}
+        record["contenders"][name] = found
         print(f"seed {arguments.seed}, {name}: {summary(found)}", flush=True)
         path = arguments.output / f"seed-{arguments.seed}-{arguments.contenders[0]}.json"
         path.write_text(json.dumps(record))
