@@ -108,8 +108,11 @@ class _RowLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        # Straight into z's dtype: the product alone would be [n, V] in fp32.
-        return torch.mul(gradients[0][:, None], gradient, out=torch.empty_like(gradient)), *[None] * 6
+        if gradient.is_cuda:
+            from soar_prep.eagle3 import triton_loss
+
+            return triton_loss.scale_rows(gradient, gradients[0]), *[None] * 6
+        return (gradients[0][:, None] * gradient).to(gradient.dtype), *[None] * 6
 
 
 def losses_and_gradient(

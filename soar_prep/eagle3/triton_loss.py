@@ -65,6 +65,27 @@ def losses_and_gradient(
     return losses, gradient, alpha, kl, mixing, rows_of_all
 
 
+def scale_rows(x: Tensor, factors: Tensor) -> Tensor:
+    """x [n, V] times factors [n], multiplied in fp32 and rounded once to x's dtype, without an fp32 [n, V] between.
+
+    fp64 and the CPU are left to PyTorch, as above.
+    """
+    is_compiled = isinstance(scale_kernel, triton.runtime.JITFunction)
+    if (x.device.type == "cpu" and is_compiled) or torch.float64 in (x.dtype, factors.dtype):
+        return (factors[:, None] * x).to(x.dtype)
+    rows, vocabulary = x.shape
+    x, scaled = last_axis_dense(x), torch.empty(rows, vocabulary, dtype=x.dtype, device=x.device)
+    warps = 4 if vocabulary <= 8192 else 8
+    with torch.cuda.device_of(x):
+        if rows:
+            scale_kernel[(rows,)](
+                *(x, x.stride(0), factors, factors.stride(0), scaled, vocabulary),
+                BLOCK=warps * 32 * 8,
+                num_warps=warps,
+            )
+    return scaled
+
+
 def check(z: Tensor, teacher_logits: Tensor, log_z: Tensor, log_z_draft: Tensor) -> None:
     """ValueError for what the kernels would read wrongly or past the end."""
     if z.ndim != 2 or teacher_logits.shape != z.shape:
@@ -182,6 +203,18 @@ def gradient_kernel(
         dz = of_kl * (q - p_tilde) + of_tv * (q * (row_s - accepted))
         place = start + tl.arange(0, BLOCK)
         tl.store(gradient + place, dz.to(gradient.dtype.element_ty), mask=place < vocabulary)
+
+
+@triton.jit
+def scale_kernel(x, x_stride, factors, factors_stride, scaled, vocabulary, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factors + row * factors_stride).to(tl.float32)
+    x += row * x_stride
+    scaled += row * vocabulary
+    for start in range(0, vocabulary, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        product = load(x, start, vocabulary, BLOCK) * factor
+        tl.store(scaled + place, product.to(scaled.dtype.element_ty), mask=place < vocabulary)
 
 
 @triton.jit

@@ -142,6 +142,19 @@ def test_views(device: str):
     assert got["gradient"].is_contiguous()
 
 
+def test_scale_rows(device: str):
+    """Catches another row's factor, an expanded one read past its one element, a product in the narrow dtype."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, vocabulary in ((0, 17), *SIZES):
+            x = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1)).to(dtype)
+            for factors in (torch.linspace(-2, 3, rows), torch.tensor(2**-3).expand(rows)):
+                got = triton_loss.scale_rows(x.to(device), factors.to(device)).cpu()
+                expected = (factors[:, None] * x).to(dtype)
+                # The interpreter cuts what it stores as bf16.
+                tolerance = 2**-7 if dtype is torch.bfloat16 and device == "cpu" else 0
+                torch.testing.assert_close(got, expected, rtol=tolerance, atol=0)
+
+
 def test_lambda_is_the_ranks(device: str):
     """Catches a lambda from this rank's rows alone."""
     inputs = [x.to(device) for x in drawn(15, 17)]
@@ -215,14 +228,14 @@ def test_cpu_tensors_get_the_truth():
 
 @COMPILED
 @pytest.mark.parametrize("capability", [80, 90, 120])
-@pytest.mark.parametrize("kernel", ["statistics_kernel", "gradient_kernel"])
+@pytest.mark.parametrize("kernel", ["statistics_kernel", "gradient_kernel", "scale_kernel"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles(kernel: str, kind: LossKind, capability: int):
     """Catches code that one architecture cannot build, and loads of two bytes where sixteen are in a row."""
     function = getattr(triton_loss, kernel)
     signature = dict.fromkeys(function.arg_names, "*fp32")
-    signature |= {name: "*bf16" for name in ("z", "teacher", "gradient") if name in signature}
-    signature |= dict.fromkeys(("z_stride", "teacher_stride", "vocabulary"), "i32")
+    signature |= {name: "*bf16" for name in ("z", "teacher", "gradient", "x", "scaled") if name in signature}
+    signature |= {name: "i32" for name in signature if name.endswith("_stride") or name == "vocabulary"}
     constants = {name: value for name, value in {"KIND": kind.value, "BLOCK": 2048}.items() if name in signature}
     signature |= dict.fromkeys(constants, "constexpr")
     aligned = [i for i, kind_ in enumerate(signature.values()) if kind_.startswith("*") or kind_ == "i32"]
