@@ -52,14 +52,14 @@ def write_draft(draft: Draft, output: Path, dtype: torch.dtype = torch.bfloat16)
     refuse_existing(output)
     partial = partial_directory(output)
     remove_own(partial)
-    partial.mkdir(parents=True)
     write_files(draft, partial, dtype)
     os.rename(partial, output)
 
 
 def write_files(draft: Draft, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Put the draft's files into a directory, in place of those of an earlier one; UserError as `write_draft`."""
-    tensors = tensors_of(draft, dtype)
+    tensors = tensors_of(draft, dtype)  # before the directory: weights that are refused leave nothing behind
+    directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / SINGLE, save(tensors, metadata={"format": "pt"}))
     write_json(directory / "config.json", config_json(draft.config, dtype))
 
