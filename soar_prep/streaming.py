@@ -21,6 +21,7 @@ from soar_prep.checkpoint import Checkpoint
 from soar_prep.errors import UserError
 from soar_prep.fouroversix.tensor import round_activations
 from soar_prep.layouts import from_tensors
+from soar_prep.sala import MiniCPMSALAConfig
 from soar_prep.settings import Compute
 
 
@@ -188,7 +189,12 @@ def quantized_inputs(layer: nn.Module, input_scales: dict[str, Tensor]) -> Abstr
 
 
 def build_without_weights(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedModel:
-    """The model of a directory's config.json: parameters on the meta device, computed buffers real."""
+    """The model of a directory's config.json: parameters on the meta device, computed buffers real.
+
+    MiniCPM-SALA is always our own class, which needs no remote code: that of the published checkpoint does not load
+    with transformers 5, and computes its buffers where they are lost.
+    """
+    trust_remote_code = trust_remote_code and checkpoint.config.get("model_type") != MiniCPMSALAConfig.model_type
     try:
         config = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=trust_remote_code)
         if hasattr(config, "quantization_config"):

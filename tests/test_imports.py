@@ -12,7 +12,7 @@ ORDER = [
     ["settings"],
     ["fouroversix"],
     ["layouts"],
-    ["checkpoint", "text", "report", "page"],
+    ["checkpoint", "text", "report", "page", "sala"],
     ["streaming"],
     ["quality"],
     ["gptq", "eagle3", "verify"],
