@@ -126,8 +126,8 @@ class MiniCPMSALAConfig(PretrainedConfig):
         for name, value in FIXED.items():  # written out: SGLang's defaults are another model's
             setattr(self, name, value)
         kwargs |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        super().__init__(**(kwargs | {"tie_word_embeddings": tie_word_embeddings}))
         self._check()
+        super().__init__(**(kwargs | {"tie_word_embeddings": tie_word_embeddings}))
 
     def _check(self) -> None:
         unknown = sorted(set(self.mixer_types) - {SPARSE, LIGHTNING})
