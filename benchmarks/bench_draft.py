@@ -76,6 +76,7 @@ def main() -> None:
         command.add_argument("--vocabulary", type=int, default=16_384)
         command.add_argument("--positions", type=int, default=524_288)
         command.add_argument("--prompts", type=int, default=8)
+        command.add_argument("--peer-attention", help="SpecForge's own choice if not given; sdpa compiles nothing")
         command.add_argument("--device", default="auto")
     commands.add_parser("table").add_argument("records", nargs="+", type=Path)
     arguments = parser.parse_args()
@@ -101,7 +102,7 @@ class Course:
         self.held_out, self.samples = load_parts(data, evaluation, self.tokenizer, self.model.context)
         self.target = Target(self.model, DraftConfig.for_target(self.model.model.config).aux_layers)
         self.batching = Batching(self.settings.compute.batch_tokens, seed=arguments.seed)
-        self.updates = arguments.updates
+        self.updates, self.peer_attention = arguments.updates, arguments.peer_attention
         print(f"{self.samples.statistics}, held out {self.held_out.statistics.rows}", flush=True)
 
     def first_draft(self, settings: TrainDraft) -> tuple[Draft, float]:
@@ -144,8 +145,10 @@ class SpecForge:
         draft, self.coverage = course.first_draft(self.settings)
         head = course.model.model.get_output_embeddings().weight
         embeddings, device = course.target.embeddings, course.model.device
-        loss = name.removeprefix("specforge-")
-        self.peer = SpecForgeDraft(draft.config, draft.target_ids(), embeddings, head, device, loss)  # type: ignore[arg-type]
+        loss: Any = name.removeprefix("specforge-")
+        self.peer = SpecForgeDraft(
+            draft.config, draft.target_ids(), embeddings, head, device, loss, attention=course.peer_attention
+        )
         self.peer.load_draft(draft.to(device))  # the same first weights
         self.draft = draft
         rate, warmup = self.settings.optimizer.learning_rate, self.settings.optimizer.warmup

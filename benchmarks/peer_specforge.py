@@ -29,7 +29,9 @@ Where it does otherwise than soar-prep; it is left as it is (file:line in the wh
   optimizer             AdamW betas .9, .999, gradient norm cut at .5 (optimizer.py:42, config/schema.py:526); ours .95
                         and 1. Linears start normal with deviation .02 (transformers' default), ours uniform.
   attention             flex_attention by default, compiled anew for the first few widths (flex_attention.py:36): let
-                        them pass before timing. "sdpa" writes out all T x T scores (llama3_eagle.py:749).
+                        them pass before timing. Batches of many widths reach torch's limit of 64 compilations (line 10
+                        there), after which it runs uncompiled. "sdpa" writes out all T x T scores
+                        (llama3_eagle.py:749).
   memory                logits, p and p~ of all indices exist at once, and every update returns the allocator's cached
                         blocks to CUDA (model.py:307): that costs time, and it is part of its speed.
 
