@@ -38,10 +38,10 @@ contract-golden: $(CONTRACT)/.ready
 	diff -r -x make_golden.py -x requirements.txt $(CONTRACT)/golden tests/golden
 	@echo "contract: the golden files are what fouroversix, compressed-tensors, llm-compressor and ModelOpt write"
 
-# The draft that soar-prep writes, loaded and computed by SGLang on the CPU, then served by its Engine.
+# What soar-prep writes, loaded and computed by SGLang on the CPU, then served by its Engine: drafts, MiniCPM-SALA.
 SGLANG := $(VENV)-sglang
 contract-sglang: $(SGLANG)/.ready
-	for script in sglang_draft sglang_engine; do \
+	for script in sglang_draft sglang_engine sglang_sala; do \
 		PYTHONPATH=tests/contract/stubs:. $(SGLANG)/bin/python tests/contract/$$script.py 2>$(SGLANG)/log \
 			|| { cat $(SGLANG)/log >&2; exit 1; }; done
 
