@@ -6,7 +6,7 @@ OUT ?= out
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint contract contract-golden contract-sglang clean
+.PHONY: demo demo-draft test lint contract contract-golden contract-sglang clean
 
 demo: $(OUT)/smollm2-135m-nvfp4/config.json
 	$(BIN)/soar-prep verify $(OUT)/smollm2-135m-nvfp4
@@ -18,6 +18,17 @@ $(OUT)/smollm2-135m-nvfp4/config.json: $(OUT)/smollm2-135m/config.json
 
 $(OUT)/smollm2-135m/config.json: $(VENV)/.demo
 	$(BIN)/python benchmarks/smollm2.py $(OUT)/smollm2-135m
+
+# A small draft for the demo's model, on text that ships with Python; its report tells what it was before and after.
+demo-draft: $(OUT)/smollm2-135m-draft/config.json
+	@echo "report: $(OUT)/smollm2-135m-draft/report.html"
+
+$(OUT)/smollm2-135m-draft/config.json: $(OUT)/smollm2-135m/config.json
+	$(BIN)/soar-prep train-draft target=$(OUT)/smollm2-135m output=$(OUT)/smollm2-135m-draft \
+		data=builtin data.length=256 data.samples=800 evaluation.samples=8 compute.batch_tokens=1024 \
+		draft.draft_vocab_size=4096 draft.intermediate_size=768 loss.steps=3 \
+		optimizer.steps=130 optimizer.learning_rate=2e-3 \
+		decoding.prompts=3 decoding.tokens=32 decoding.depth=4 decoding.candidates=8
 
 test: lint
 	$(BIN)/python -m pytest
@@ -41,7 +52,7 @@ contract-golden: $(CONTRACT)/.ready
 # What soar-prep writes, loaded and computed by SGLang on the CPU, then served by its Engine: drafts, MiniCPM-SALA.
 SGLANG := $(VENV)-sglang
 contract-sglang: $(SGLANG)/.ready
-	for script in sglang_draft sglang_engine sglang_sala; do \
+	for script in sglang_draft sglang_engine sglang_sala sglang_sala_engine; do \
 		PYTHONPATH=tests/contract/stubs:. $(SGLANG)/bin/python tests/contract/$$script.py 2>$(SGLANG)/log \
 			|| { cat $(SGLANG)/log >&2; exit 1; }; done
 

@@ -2,8 +2,10 @@
 
 The weight is dequantized once it is loaded, by SGLang's own `dequantize_nvfp4`, under the scalar that its kernels take
 for a fused linear: the largest of its members'. Activations are left alone, as SGLang does on GPUs without FP4 units.
+They may be fp32, so that another model can be compared with more than BF16's three digits.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ def register() -> None:
     method = "sglang.srt.layers.quantization.modelopt_quant.ModelOptFp4LinearMethod."
     HookRegistry.register(method + "process_weights_after_loading", dequantize, HookType.REPLACE)
     HookRegistry.register(method + "apply", apply, HookType.REPLACE)
+    config = "sglang.srt.layers.quantization.modelopt_quant.ModelOptFp4Config."
+    HookRegistry.register(config + "get_supported_act_dtypes", offer_float32, HookType.AROUND)
 
 
 def dequantize(method: Any, layer: Any) -> None:
@@ -28,3 +32,7 @@ def dequantize(method: Any, layer: Any) -> None:
 
 def apply(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+def offer_float32(original: Callable, config: Any) -> list[torch.dtype]:
+    return [*original(config), torch.float32]

@@ -13,6 +13,15 @@ from torch import Tensor
 
 make_inert(__name__, "0.0.0")
 
+# SGLang looks these operators up while it imports its linear attentions, of which only lightning attention is run here:
+# declared without an implementation, so a call of one fails.
+DECLARED = torch.library.Library("sgl_kernel", "DEF")
+for operator in (
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_gdn_gating_cpu",
+):
+    DECLARED.define(f"{operator}() -> ()")
+
 
 def assign_req_to_token_pool_cpu(
     rows: Tensor, table: Tensor, starts: Tensor, stops: Tensor, slots: Tensor, width: int
