@@ -113,13 +113,31 @@ def round_columns(w: Tensor, scales: Tensor, tensor_scale: Tensor, upper: Tensor
     Returns E2M1 values, fp32 [K, N].
     """
     values = torch.empty_like(w)
-    reciprocals, steps = 1 / (tensor_scale * scales), scales * tensor_scale
+    round_of = block_rounder_for(w.device)
     for start in range(0, len(w), LAZY_COLUMNS):
-        stop = min(start + LAZY_COLUMNS, len(w))
-        errors = torch.empty(stop - start, w.shape[1], device=w.device)
-        for j in range(start, stop):
-            values[j] = round_to_e2m1(w[j] * reciprocals[j])
-            errors[j - start] = (w[j] - values[j] * steps[j]) / upper[j, j]
-            w[j + 1 : stop].addr_(upper[j, j + 1 : stop], errors[j - start], alpha=-1)
-        w[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
+        block = slice(start, start + LAZY_COLUMNS)
+        values[block], errors = round_of(w[block], scales[block], tensor_scale, upper[block, block])
+        w[block.stop :].addmm_(upper[block, block.stop :].T, errors, alpha=-1)
     return values
+
+
+def round_block(w: Tensor, scales: Tensor, tensor_scale: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """(E2M1 values, errors e), both fp32 [C, N], of C columns one after another.
+
+    w fp32 [C, N], overwritten; scales fp32 [C, N]; upper fp32 [C, C], the block of U on its diagonal.
+    """
+    values, errors = torch.empty_like(w), torch.empty_like(w)
+    reciprocals, steps = 1 / (tensor_scale * scales), scales * tensor_scale
+    for j in range(len(w)):
+        values[j] = round_to_e2m1(w[j] * reciprocals[j])
+        errors[j] = (w[j] - values[j] * steps[j]) / upper[j, j]
+        w[j + 1 :].addmm_(upper[j, j + 1 :, None], errors[None, j], alpha=-1)  # on a CPU far faster than addr_
+    return values, errors
+
+
+def block_rounder_for(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    if device.type != "cuda":
+        return round_block
+    from soar_prep.gptq import triton_solve
+
+    return triton_solve.round_block
