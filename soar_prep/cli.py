@@ -167,6 +167,21 @@ def run_command(name: str, overrides: list[str]) -> None:
     task()
     if failures:
         raise failures[0]
+    leave_processes()
+
+
+def leave_processes() -> None:
+    """Left to the interpreter's end, the threads of a process group now and then abort a run that went well.
+
+    The barrier lets go of the interpreter's lock, for which such a thread may wait to drop a collective's last tensor:
+    taken apart with the lock held, the group would wait for that thread for ever.
+    """
+    if "torch" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.barrier()
+            distributed.destroy_process_group()
 
 
 def config_directory() -> Path:

@@ -9,8 +9,8 @@ target.py       the frozen target's states, embeddings and head
 capture.py      the same states from disk: `soar-prep capture`
 draft.py        the network: three states of the target and the next token's embedding in, guesses out
 positions.py    positions for RoPE, stretched so that a draft trained on short samples serves long contexts
-attention.py    step k sees step 0 causally, and of steps 1 to k only its own keys
-loss.py         KL at first, the rate of acceptance in the end
+attention.py    step k sees step 0 causally, and of steps 1 to k only its own keys; triton_attention.py on a GPU
+loss.py         KL at first, the rate of acceptance in the end; triton_loss.py on a GPU
 ttt.py          training-time test: seven steps, each fed what the draft itself gave; the teacher's rows
 learner.py      an update: precision, optimizer, several processes
 metrics.py      acceptance figures

@@ -53,8 +53,9 @@ class History:
 def train_draft(settings: TrainDraft) -> Path:
     """Train a draft for settings.target, write it into settings.output and return that directory.
 
-    Raises UserError for anything the user can mend, most of it before heavy work. Interrupted, it resumes: on one
-    device, to the very bits of a run that was not. With several processes every one of them calls this.
+    Raises UserError for anything the user can mend, most of it before heavy work. Interrupted, it resumes: on a CPU to
+    the very bits of a run that was not, on a GPU as far as its kernels repeat themselves (flash attention's gradients
+    are summed in no fixed order). With several processes every one of them calls this.
     """
     processes = PartialState(cpu=settings.compute.device == "cpu")
     refuse_existing(Path(settings.output))

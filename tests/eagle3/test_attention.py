@@ -270,8 +270,10 @@ def test_flash_on_a_gpu(tokens: int, head_dim: int, own: int, dtype: torch.dtype
     for name, (ours, theirs, truth) in enumerate(zip(got, plain, exact, strict=True)):
         assert ours.dtype == dtype
         error, allowed = ((x.double() - truth).abs().max() for x in (ours, theirs))
-        # One rounding of the result is in any kernel, also where plain PyTorch happens to hit.
-        assert error <= 2 * allowed + torch.finfo(dtype).eps * truth.abs().max(), f"{name}: {error} against {allowed}"
+        # One rounding of the result is in any kernel, also where plain PyTorch happens to hit. A token that sees itself
+        # alone has a gradient of zero, which a flash kernel makes as the difference of two fp32 sums over head_dim.
+        allowed = 2 * allowed + torch.finfo(dtype).eps * truth.abs().max() + torch.finfo(torch.float32).eps * head_dim
+        assert error <= allowed, f"{name}: {error} against {allowed}"
 
 
 def plain_attention(q, keys, values, own_keys, own_values, documents) -> Tensor:

@@ -95,6 +95,8 @@ def main() -> None:
         names = ("loss", "gradient_norm", "mixing", "alpha", "accuracy")
         figures = {name: [getattr(update, name) for update in updates] for name in names}
         torch.save(figures | {"state": state, "resumed": one == other}, directory / "two.pt")
+    processes.wait_for_everyone()  # as the command does: see cli.leave_processes
+    processes.destroy_process_group()
 
 
 def run_from(learner: Learner, rows: slice) -> list[Update]:
