@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from soar_prep.fouroversix.blocks import tensor_scale_for
+from soar_prep.fouroversix.e2m1 import round_to_e2m1
 from soar_prep.fouroversix.tensor import quantize_to_nvfp4
 from soar_prep.gptq import solve, triton_solve
 from soar_prep.gptq.hessian import factorize
@@ -48,16 +49,29 @@ def problem(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weight[:, :columns].T.contiguous(), scales.T.contiguous(), tensor_scale, upper
 
 
+def unfused(w: Tensor, scales: Tensor, tensor_scale: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """solve.round_block with every product rounded: there, the BLAS of a machine decides, one fuses and another not."""
+    w, values, errors = w.clone(), torch.empty_like(w), torch.empty_like(w)
+    for j in range(len(w)):
+        values[j] = round_to_e2m1(w[j] * (1 / (tensor_scale * scales[j])))
+        errors[j] = (w[j] - values[j] * (scales[j] * tensor_scale)) / upper[j, j]
+        w[j + 1 :] -= upper[j, j + 1 :, None] * errors[j]
+    return values, errors
+
+
 @pytest.mark.parametrize("columns", [1, 16, 48, 128])
 @pytest.mark.parametrize("rows", [1, 15, 17, 130])
 def test_same_bits_as_the_truth(rows: int, columns: int, device: str):
     """Catches a column that is read before all errors reached it, a fused product, another rounding or a lost sign."""
     w, scales, tensor_scale, upper = problem(rows, columns)
     found = triton_solve.round_block(*(x.to(device) for x in (w, scales, tensor_scale, upper)))
-    expected = solve.round_block(w.clone(), scales, tensor_scale, upper)
+    expected = unfused(w, scales, tensor_scale, upper)
     for name, ours, truth in zip(("values", "errors"), found, expected, strict=True):
         wrong = ours.cpu().view(torch.int32) != truth.view(torch.int32)
         assert not wrong.any(), f"{name}: {int(wrong.sum())} differ, first at {wrong.nonzero()[0].tolist()}"
+    # A number within a rounding of a midpoint may fall the other way, and changes its row from there on.
+    is_same = (solve.round_block(w, scales, tensor_scale, upper)[0] == expected[0]).all(dim=0)
+    assert is_same.float().mean() >= 0.98
 
 
 def test_views(device: str):
@@ -69,7 +83,7 @@ def test_views(device: str):
     wide_scales[:, 2:19] = scales
     views = (wide.to(device)[:, 5:22], wide_scales.to(device)[:, 2:19], tensor_scale.to(device))
     values, errors = triton_solve.round_block(*views, large.to(device)[3:51, 7:55])
-    expected = solve.round_block(w.clone(), scales, tensor_scale, upper)
+    expected = unfused(w, scales, tensor_scale, upper)
     assert torch.equal(values.cpu(), expected[0])
     assert torch.equal(errors.cpu(), expected[1])
 
