@@ -4,7 +4,7 @@ Rows of the weight meet only in the Hessian, so a program takes 32 rows, one a t
 registers: what the loop over columns shares is a row of U. A column is read out of the registers as a sum of its bits
 and of zeros.
 
-Products and sums are not fused and divisions are IEEE: values and errors have the bits that the truth has where its BLAS
+Products and sums are not fused and divisions are IEEE: values and errors have the bits that the truth has if its BLAS
 rounds every product.
 
 Truth: solve.round_block.
