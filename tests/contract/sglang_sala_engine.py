@@ -11,9 +11,13 @@ SGLang's own are the scheduler, the batches, the state pool, the model, and the 
 which run in Triton's interpreter. Softmax attention is its torch_native; NVFP4 linears are stubs/contract_kernels.py's,
 on activations that are not quantized (W4A16). No text is as long as dense_len: choosing blocks needs a GPU in SGLang,
 and is not tested here. Run by `make contract`; fails by an exception.
+
+    python tests/contract/sglang_sala_engine.py cuda [BF16_MODEL NVFP4_MODEL]
+
+does the same on a GPU, where SGLang has its CUDA build: in BF16 alone, with its own attention, its CUDA graphs and its
+Marlin kernels for NVFP4; on given models with prompts of the first one's held_out.txt, if it has one.
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -40,41 +44,65 @@ TOLERANCE = {"float32": 5e-5, "bfloat16": 0.25}
 FAULT = {"lightning_layerwise_decay": True}  # slopes that shrink from layer to layer: another model's
 
 
-def write_requests(folder: Path) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, sala_checkpoint.VOCABULARY, (sum(PROMPT_LENGTHS),), generator=generator)
+ON_CPU = {
+    "attention_backend": "torch_native",
+    "disable_cuda_graph": True,
+    "chunked_prefill_size": CHUNK,
+    "max_running_requests": PLACES,
+    "max_mamba_cache_size": PLACES,
+}
+ON_GPU = {
+    "attention_backend": "triton",
+    "disable_prefill_cuda_graph": True,
+    "disable_flashinfer_autotune": True,
+    "cuda_graph_max_bs_decode": 4,
+    "max_running_requests": 4,
+    "max_mamba_cache_size": 16,
+}
+NVFP4_ON_GPU = {"quantization": "modelopt_fp4", "fp4_gemm_runner_backend": "marlin"}
+
+
+def write_requests(folder: Path, text: Path | None = None) -> list[list[int]]:
+    count = sum(PROMPT_LENGTHS)
+    if text is not None and text.exists():
+        from transformers import AutoTokenizer
+
+        tokens = AutoTokenizer.from_pretrained(text.parent)(text.read_text(), return_tensors="pt").input_ids[0, :count]
+    else:
+        tokens = torch.randint(3, sala_checkpoint.VOCABULARY, (count,), generator=torch.Generator().manual_seed(1))
     prompts = [part.tolist() for part in tokens.split(PROMPT_LENGTHS)]
     (folder / "prompts.json").write_text(json.dumps(prompts))
     return prompts
 
 
-def answer_in_sglang(folder: Path, model: Path, dtype: str) -> list[dict]:
+def answer_in_sglang(folder: Path, model: Path, dtype: str, device: str) -> list[dict]:
     """The Engine's answers; in a process of its own, for an Engine that dies takes its parent with it."""
-    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, __file__, str(folder), str(model), dtype]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    if device == "cpu":
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, __file__, "serve", str(folder), str(model), dtype, device]
     subprocess.run(command, env=environment, check=True, timeout=900, stdout=sys.stderr)
     return json.loads((folder / "answers.json").read_text())
 
 
-def serve(folder: Path, model: str, dtype: str) -> None:
+def serve(folder: Path, model: str, dtype: str, device: str) -> None:
     import sglang
 
+    chosen = ON_CPU if device == "cpu" else ON_GPU
+    if device != "cpu" and "quantization_config" in json.loads((Path(model) / "config.json").read_text()):
+        chosen |= NVFP4_ON_GPU
     engine = sglang.Engine(
         model_path=model,
         dtype=dtype,
-        device="cpu",
-        attention_backend="torch_native",
+        device=device,
         sampling_backend="pytorch",
         grammar_backend="none",
         skip_tokenizer_init=True,
         skip_server_warmup=True,
-        disable_cuda_graph=True,
         max_total_tokens=2048,
-        max_running_requests=PLACES,
-        max_mamba_cache_size=PLACES,
-        chunked_prefill_size=CHUNK,
         context_length=512,
         mem_fraction_static=0.3,
+        **chosen,
     )
     answers = engine.generate(
         input_ids=json.loads((folder / "prompts.json").read_text()),
@@ -138,31 +166,52 @@ def compare(model: MiniCPMSALAForCausalLM, prompts: list[list[int]], answers: li
     return result
 
 
-def main(folder: Path) -> None:
+def check(folder: Path, model: Path, dtype: str, device: str, prompts: list[list[int]]) -> None:
+    answers = answer_in_sglang(folder, model, dtype, device)
+    for own in dict.fromkeys((dtype, "float32")):
+        found = compare(our_model(model, own), prompts, answers)
+        print(f"{model.name}, {dtype} in SGLang, {own} in soar-prep: {found}", flush=True)
+        assert found.holds(TOLERANCE[dtype]), "SGLang serves another model"
+
+
+def on_the_cpu(folder: Path) -> None:
     sala_checkpoint.make(folder)
     prompts = write_requests(folder)
-    for name, dtype in itertools.product(("bf16", "nvfp4"), ("float32", "bfloat16")):
-        answers = answer_in_sglang(folder, folder / name, dtype)
-        for own in dict.fromkeys((dtype, "float32")):
-            found = compare(our_model(folder / name, own), prompts, answers)
-            print(f"{name}, {dtype} in SGLang, {own} in soar-prep: {found}")
-            assert found.holds(TOLERANCE[dtype]), "SGLang serves another model"
+    for name in ("bf16", "nvfp4"):
+        for dtype in ("float32", "bfloat16"):
+            check(folder, folder / name, dtype, "cpu", prompts)
     faulty = folder / "faulty"
     shutil.copytree(folder / "bf16", faulty)
     config = json.loads((faulty / "config.json").read_text()) | FAULT
     (faulty / "config.json").write_text(json.dumps(config))
-    answers = answer_in_sglang(folder, faulty, "float32")
+    answers = answer_in_sglang(folder, faulty, "float32", "cpu")
     found = compare(our_model(folder / "bf16", "float32"), prompts, answers)
     print(f"{FAULT}: {found}")
     assert found.difference > TOLERANCE["bfloat16"], "nothing notices it"
 
 
+def on_a_gpu(folder: Path, models: list[Path]) -> None:
+    if not models:
+        sala_checkpoint.make(folder)
+        models = [folder / "bf16", folder / "nvfp4"]
+    prompts = write_requests(folder, models[0] / "held_out.txt")
+    for model in models:
+        check(folder, model, "bfloat16", "cuda", prompts)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["serve"]:
+        serve(Path(sys.argv[2]), *sys.argv[3:])
+        return
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        if sys.argv[1:2] == ["cuda"]:
+            on_a_gpu(Path(temporary), [Path(name) for name in sys.argv[2:]])
+        else:
+            on_the_cpu(Path(temporary))
+    seconds = time.perf_counter() - begin
+    print(f"contract: in SGLang 0.5.21's Engine MiniCPM-SALA is the model that soar-prep has ({seconds:.0f} s)")
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        serve(Path(sys.argv[1]), *sys.argv[2:])
-    else:
-        begin = time.perf_counter()
-        with tempfile.TemporaryDirectory() as temporary:
-            main(Path(temporary))
-        seconds = time.perf_counter() - begin
-        print(f"contract: in SGLang 0.5.21's Engine MiniCPM-SALA is the model that soar-prep has ({seconds:.0f} s)")
+    main()
