@@ -18,6 +18,8 @@ Source: InfLLM-V2, https://arxiv.org/abs/2509.24663, and its kernels, OpenBMB/in
 less when a prompt's length leaves 15 modulo 16, an off-by-one that is not repeated here, and round scores to BF16.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -117,3 +119,12 @@ def blocks_mask(chosen: Tensor, length: int, sparse: SparseAttention) -> Tensor:
     blocks = -(-length // sparse.block_size)
     mask = torch.zeros(*chosen.shape[:2], blocks + 1, dtype=torch.bool, device=chosen.device)
     return mask.scatter_(-1, chosen.masked_fill(chosen < 0, blocks), True)[..., :blocks]
+
+
+def attention_for(q: Tensor, k: Tensor, sparse: SparseAttention) -> Callable[..., Tensor]:
+    """`sparse_attention`, or its Triton twin where that runs."""
+    if q.device.type != "cuda":
+        return sparse_attention
+    from soar_prep.sala import triton_infllm
+
+    return triton_infllm.sparse_attention if triton_infllm.serves(q, k, sparse) else sparse_attention

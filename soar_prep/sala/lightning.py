@@ -8,6 +8,8 @@ Three forms of one function: `by_recurrence` is the definition, `by_chunks` read
 Source: the published MiniCPM-SALA model and SGLang 0.5.21, which agree; Lightning Attention-2, arXiv 2401.04658.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -69,3 +71,12 @@ def by_chunks(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor | N
 def one_step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`by_recurrence` of a single token."""
     return by_recurrence(q, k, v, slopes, state)
+
+
+def chunks_for(q: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`by_chunks`, or its Triton twin where that runs."""
+    if q.device.type != "cuda":
+        return by_chunks
+    from soar_prep.sala import triton_lightning
+
+    return triton_lightning.by_chunks if q.shape[-1] in triton_lightning.WIDTHS else by_chunks

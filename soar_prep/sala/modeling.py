@@ -73,7 +73,7 @@ class LightningMixer(nn.Module):
         q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
         kept: Any = None if cache is None else cache.layers[self.layer_index]
         state = None if kept is None else kept.recurrent_states[0]
-        mix = lightning.one_step if q.shape[2] == 1 else lightning.by_chunks
+        mix = lightning.one_step if q.shape[2] == 1 else lightning.chunks_for(q)
         mixed, state = mix(q, k, v, lightning.slopes(self.heads, q.device), state)
         if cache is not None:
             cache.update_recurrent_state(state, self.layer_index)
@@ -223,10 +223,11 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, pads: Tensor | None) -> Ten
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, pads: Tensor | None, sparse: SparseAttention) -> Tensor:
     """InfLLM-V2 of each row without its padding, [B, Hq, T, d]; zero for padding."""
     tokens, goes_on = q.shape[2], q.shape[2] < k.shape[2]
+    attend = infllm.attention_for(q[0], k[0], sparse)
     mixed = []
     for row, start in enumerate([0] * len(q) if pads is None else pads.tolist()):
         own = min(tokens, k.shape[2] - start)
-        read = infllm.sparse_attention(q[row, :, tokens - own :], k[row, :, start:], v[row, :, start:], sparse, goes_on)
+        read = attend(q[row, :, tokens - own :], k[row, :, start:], v[row, :, start:], sparse, goes_on)
         mixed.append(F.pad(read, (0, 0, tokens - own, 0)))
     return torch.stack(mixed)
 
