@@ -9,6 +9,7 @@ and o once through memory at 4.3 TB/s (forward), thrice (with gradients). sparse
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def bench_lightning() -> None:
             error = (function(*(x[:, :, :512] for x in (q, k, v))).double() - exact).norm() / exact.norm()
             if tokens == 2048:
                 print(f"<!-- {name}: relative error {error:.1e} -->")
-        times = [milliseconds(lambda f=f: f(q, k, v)) for f in contenders.values()]
+        times = [milliseconds(partial(f, q, k, v)) for f in contenders.values()]
         print(f"| {tokens} | forward | {' | '.join(f'{t:.2f} ms' for t in times)} | {limit:.2f} ms |", flush=True)
         if tokens <= 8192:
             times = [milliseconds(with_gradients(f, [q, k, v], do)) for f in contenders.values()]
@@ -72,8 +73,7 @@ def simple_gla(slopes: Tensor) -> Callable[..., Tensor] | None:
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layout = [x.transpose(1, 2) for x in (q, k, v)]  # its own: tokens before heads
-        gates = (-slopes).expand(1, q.shape[2], HEADS)
-        return chunk_simple_gla(*layout, gates)[0].transpose(1, 2)
+        return chunk_simple_gla(*layout, g_gamma=-slopes)[0].transpose(1, 2)
 
     return run
 

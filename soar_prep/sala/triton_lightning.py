@@ -10,8 +10,8 @@ M_ij = exp(-s (i - j)) for j <= i, else 0               c = 1 / sqrt(d)
     dv = c (k q^T * M^T) do + exp(-s (n - 1 - i)) k G                     (from the last chunk to the first)
 
 So one kernel makes both states and another all four outputs: backward they run in reverse, with M transposed.
-No exponent is positive. States and decay are fp32; products have the inputs' dtype on both sides (fp32 as IEEE has it)
-and fp32 sums.
+No exponent is positive. Decay and running states are fp32; products have the inputs' dtype on both sides (fp32 as IEEE
+has it) and fp32 sums.
 
 Truth: lightning.py. The order of work is Lightning Attention-2's, arXiv 2401.04658.
 """
@@ -59,10 +59,10 @@ class Chunks(torch.autograd.Function):
 
 
 def states_of(a: Tensor, b: Tensor, slopes: Tensor, start: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-    """(S before every chunk, or G after it, fp32 [B, H, chunks, d, d]; the last one)."""
+    """(S before every chunk, or G after it, [B, H, chunks, d, d] in a's dtype, as products take it; the last, fp32)."""
     batch, heads, tokens, width = a.shape
     chunks = triton.cdiv(tokens, CHUNK)
-    states = a.new_empty(batch, heads, chunks, width, width, dtype=torch.float32)
+    states = a.new_empty(batch, heads, chunks, width, width)
     last = a.new_empty(batch, heads, width, width, dtype=torch.float32)
     tile = min(width, 64)
     start = None if start is None else start.float().contiguous()
@@ -127,7 +127,7 @@ def states_kernel(
     state = tl.zeros([WIDTH, TILE], dtype=tl.float32) if start is None else tl.load(start + row * WIDTH * WIDTH + place)
     for step in range(0, chunks):
         chunk = chunks - 1 - step if REVERSE else step
-        tl.store(states + (row * chunks + chunk) * WIDTH * WIDTH + place, state)
+        tl.store(states + (row * chunks + chunk) * WIDTH * WIDTH + place, state.to(states.dtype.element_ty))
         count = tl.minimum(tokens - chunk * CHUNK, CHUNK)
         is_token = i < count
         token = (chunk * CHUNK + i).to(tl.int64)[:, None]
@@ -190,6 +190,6 @@ def mix_kernel(
     scores = tl.dot(x, tl.trans(y), input_precision=PRECISION) * seen * scale
     mixed = tl.dot(scores.to(z.dtype), z, input_precision=PRECISION)
     weight = tl.exp(-slope * tl.maximum(count - 1 - i, 0)) if REVERSE else scale * tl.exp(-slope * (i + 1))
-    mixed += weight[:, None] * tl.dot(x, s.to(x.dtype), input_precision=PRECISION)
+    mixed += weight[:, None] * tl.dot(x, s, input_precision=PRECISION)
     place = out + batch * out_batch + head * out_head + token * out_token + part
     tl.store(place, mixed.to(out.dtype.element_ty), mask=is_token)

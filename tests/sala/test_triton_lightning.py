@@ -136,7 +136,7 @@ def test_a_long_context():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     mixed, _ = triton_lightning.by_chunks(q, k, v, slopes)
-    assert torch.cuda.max_memory_allocated() - before < 3 * 2**30  # states before 1024 chunks, 2 GiB, and the output
+    assert torch.cuda.max_memory_allocated() - before < 2 * 2**30  # states before 1024 chunks, 1 GiB, and the output
     tail = [x[:, :, -4096:] for x in (q, k, v)]  # what was before them has decayed below exp(-15)
     expected, _ = lightning.by_chunks(*tail, slopes)
     torch.testing.assert_close(mixed[:, :, -64:], expected[:, :, -64:], rtol=2e-2, atol=2e-2 * expected.std().item())
@@ -152,9 +152,9 @@ def test_compiles_to_tensor_cores(kernel: str, reverse: bool, capability: int):
     names = ("a", "b") if kernel == "states_kernel" else ("a", "b", "c")
     signature = {key: kind for n in names for key, kind in ({n: "*bf16"} | strides(n)).items()} | {"slopes": "*fp32"}
     if kernel == "states_kernel":
-        signature |= dict.fromkeys(("start", "states", "last"), "*fp32")
+        signature |= {"start": "*fp32", "states": "*bf16", "last": "*fp32"}
     else:
-        signature |= {"states": "*fp32", "state_row": "i32", "state_column": "i32", "out": "*bf16"} | strides("out")
+        signature |= {"states": "*bf16", "state_row": "i32", "state_column": "i32", "out": "*bf16"} | strides("out")
     signature |= {"heads": "i32", "tokens": "i32", "scale": "fp32"}
     constants = {"WIDTH": 128, "CHUNK": 64, "PRECISION": None, "REVERSE": reverse, "TILE": 64}
     source = ASTSource(getattr(triton_lightning, kernel), signature | dict.fromkeys(constants, "constexpr"), constants)
