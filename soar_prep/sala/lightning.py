@@ -79,4 +79,4 @@ def chunks_for(q: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
         return by_chunks
     from soar_prep.sala import triton_lightning
 
-    return triton_lightning.by_chunks if q.shape[-1] in triton_lightning.WIDTHS else by_chunks
+    return triton_lightning.by_chunks if triton_lightning.serves(q) else by_chunks

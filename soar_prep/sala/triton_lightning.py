@@ -25,18 +25,27 @@ from torch import Tensor
 
 CHUNK = 64
 WIDTHS = (16, 32, 64, 128)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def by_chunks(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(o in q's dtype [B, H, T, d], the state after the last token, fp32 [B, H, d, d]); both have gradients.
 
     q, k, v fp32, bf16 or fp16 of any strides but along d; slopes fp32 [H]; state fp32 [B, H, d, d], zeros if not given.
-    ValueError for other head dimensions than 16, 32, 64 and 128. On CPU tensors it runs in Triton's interpreter alone.
+    ValueError for other head dimensions than 16, 32, 64 and 128, other dtypes, or q, k and v that are not alike. On CPU
+    tensors it runs in Triton's interpreter alone.
     """
     if q.shape[-1] not in WIDTHS:
         raise ValueError(f"head_dim={q.shape[-1]}: expected one of {', '.join(map(str, WIDTHS))}")
+    if q.dtype not in DTYPES or any((x.shape, x.dtype) != (q.shape, q.dtype) for x in (k, v)):
+        shown = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"{shown}: expected one shape, and one dtype of fp32, bf16 and fp16")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return Chunks.apply(q, k, v, slopes, state)
+
+
+def serves(q: Tensor) -> bool:
+    return q.shape[-1] in WIDTHS and q.dtype in DTYPES
 
 
 class Chunks(torch.autograd.Function):
