@@ -25,6 +25,11 @@ from torch import Tensor
 
 CHUNK = 64
 WIDTHS = (16, 32, 64, 128)
+WARPS = 4  # at 8, chains of products race on Blackwell before Triton 3.8: fla-org/flash-linear-attention#1228
+STATE_TILE = (64, 32)  # keys and values of a program's state: 256 programs at 32 heads of 128
+# Keys at once and values of a program's outputs: of 16-bit inputs, and of fp32, whose IEEE products are no work for
+# tensor cores and would need more shared memory than sm_120 has
+MIX_TILES = ((128, 64), (16, 32))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -73,12 +78,12 @@ def states_of(a: Tensor, b: Tensor, slopes: Tensor, start: Tensor | None, revers
     chunks = triton.cdiv(tokens, CHUNK)
     states = a.new_empty(batch, heads, chunks, width, width)
     last = a.new_empty(batch, heads, width, width, dtype=torch.float32)
-    tile = min(width, 64)
+    rows, tile = (min(width, n) for n in STATE_TILE)
     start = None if start is None else start.float().contiguous()
     with torch.cuda.device_of(a):
-        states_kernel[(batch * heads, width // tile)](
+        states_kernel[(batch * heads, width // rows, width // tile)](
             *(a, *a.stride()[:3], b, *b.stride()[:3], slopes, start, states, last, heads, tokens, width**-0.5),
-            **constants(a, REVERSE=reverse, TILE=tile),
+            **constants(a, REVERSE=reverse, ROWS=rows, TILE=tile),
         )
     return states, last
 
@@ -87,19 +92,19 @@ def mix(a: Tensor, b: Tensor, c: Tensor, slopes: Tensor, states: Tensor, reverse
     """c (a b^T * M) c + decay a S, of every chunk, in a's dtype [B, H, T, d]; laid out as [B, T, H, d]."""
     batch, heads, tokens, width = a.shape
     out = a.new_empty(batch, tokens, heads, width).transpose(1, 2)
-    tile = min(width, 64)
+    depth, tile = (min(width, n) for n in MIX_TILES[a.dtype == torch.float32])
     with torch.cuda.device_of(a):
         mix_kernel[(triton.cdiv(tokens, CHUNK), batch * heads, width // tile)](
             *(a, *a.stride()[:3], b, *b.stride()[:3], c, *c.stride()[:3], slopes, states, *states.stride()[3:]),
             *(out, *out.stride()[:3], heads, tokens, width**-0.5),
-            **constants(a, REVERSE=reverse, TILE=tile),
+            **constants(a, REVERSE=reverse, TILE=tile, DEPTH=depth),
         )
     return out
 
 
 def constants(a: Tensor, **more: Any) -> dict[str, Any]:
     precision = "ieee" if a.dtype == torch.float32 else None
-    return {"WIDTH": a.shape[-1], "CHUNK": CHUNK, "PRECISION": precision, "num_warps": 4, **more}
+    return {"WIDTH": a.shape[-1], "CHUNK": CHUNK, "PRECISION": precision, "num_warps": WARPS, **more}
 
 
 @triton.jit
@@ -123,24 +128,25 @@ def states_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     REVERSE: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slope = tl.load(slopes + row % heads)
     a += row // heads * a_batch + row % heads * a_head
     b += row // heads * b_batch + row % heads * b_head
-    i, column = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
-    part = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    place = column[:, None] * WIDTH + part
+    i, key = tl.arange(0, CHUNK), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    place = key[:, None] * WIDTH + part
     chunks = tl.cdiv(tokens, CHUNK)
-    state = tl.zeros([WIDTH, TILE], dtype=tl.float32) if start is None else tl.load(start + row * WIDTH * WIDTH + place)
+    state = tl.zeros([ROWS, TILE], dtype=tl.float32) if start is None else tl.load(start + row * WIDTH * WIDTH + place)
     for step in range(0, chunks):
         chunk = chunks - 1 - step if REVERSE else step
         tl.store(states + (row * chunks + chunk) * WIDTH * WIDTH + place, state.to(states.dtype.element_ty))
         count = tl.minimum(tokens - chunk * CHUNK, CHUNK)
         is_token = i < count
         token = (chunk * CHUNK + i).to(tl.int64)[:, None]
-        x = tl.load(a + token * a_token + column, mask=is_token[:, None], other=0.0)
+        x = tl.load(a + token * a_token + key, mask=is_token[:, None], other=0.0)
         y = tl.load(b + token * b_token + part, mask=is_token[:, None], other=0.0)
         weight = scale * tl.exp(-slope * (i + 1)) if REVERSE else tl.exp(-slope * tl.maximum(count - 1 - i, 0))
         weighted = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
@@ -179,26 +185,34 @@ def mix_kernel(
     PRECISION: tl.constexpr,
     REVERSE: tl.constexpr,
     TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // heads, row % heads
     slope = tl.load(slopes + head)
-    i, column = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
+    i = tl.arange(0, CHUNK)
     part = tl.program_id(2) * TILE + tl.arange(0, TILE)
     count = tl.minimum(tokens - chunk * CHUNK, CHUNK)
     is_token = (i < count)[:, None]
     token = (chunk * CHUNK + i).to(tl.int64)[:, None]
-    x = tl.load(a + batch * a_batch + head * a_head + token * a_token + column, mask=is_token, other=0.0)
-    y = tl.load(b + batch * b_batch + head * b_head + token * b_token + column, mask=is_token, other=0.0)
+    a += batch * a_batch + head * a_head
+    b += batch * b_batch + head * b_head
     z = tl.load(c + batch * c_batch + head * c_head + token * c_token + part, mask=is_token, other=0.0)
-    state = (row * tl.num_programs(0) + chunk) * WIDTH * WIDTH
-    s = tl.load(states + state + column[:, None] * state_row + part * state_column)
+    states += (row * tl.num_programs(0) + chunk) * WIDTH * WIDTH
+    scores = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    before = tl.zeros([CHUNK, TILE], dtype=tl.float32)
+    for first in range(0, WIDTH, DEPTH):
+        column = first + tl.arange(0, DEPTH)
+        x = tl.load(a + token * a_token + column, mask=is_token, other=0.0)
+        y = tl.load(b + token * b_token + column, mask=is_token, other=0.0)
+        s = tl.load(states + column[:, None] * state_row + part * state_column)
+        scores = tl.dot(x, tl.trans(y), scores, input_precision=PRECISION)
+        before = tl.dot(x, s, before, input_precision=PRECISION)
 
     distance = i[None, :] - i[:, None] if REVERSE else i[:, None] - i[None, :]
     seen = tl.where(distance >= 0, tl.exp(-slope * tl.maximum(distance, 0)), 0.0)
-    scores = tl.dot(x, tl.trans(y), input_precision=PRECISION) * seen * scale
-    mixed = tl.dot(scores.to(z.dtype), z, input_precision=PRECISION)
+    mixed = tl.dot((scores * seen * scale).to(z.dtype), z, input_precision=PRECISION)
     weight = tl.exp(-slope * tl.maximum(count - 1 - i, 0)) if REVERSE else scale * tl.exp(-slope * (i + 1))
-    mixed += weight[:, None] * tl.dot(x, s, input_precision=PRECISION)
+    mixed += weight[:, None] * before
     place = out + batch * out_batch + head * out_head + token * out_token + part
     tl.store(place, mixed.to(out.dtype.element_ty), mask=is_token)

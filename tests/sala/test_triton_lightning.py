@@ -174,20 +174,27 @@ def test_a_long_context():
 @pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("kernel", ["states_kernel", "mix_kernel"])
-def test_compiles_to_tensor_cores(kernel: str, reverse: bool, capability: int):
-    """Catches code that one architecture cannot build, and products that leave the tensor cores."""
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_compiles(dtype: str, kernel: str, reverse: bool, capability: int):
+    """Catches products of bf16 that leave the tensor cores, and more shared memory than sm_120 has: 99 KiB."""
     strides = lambda name: {f"{name}_{of}": "i64" for of in ("batch", "head", "token")}  # noqa: E731
     names = ("a", "b") if kernel == "states_kernel" else ("a", "b", "c")
-    signature = {key: kind for n in names for key, kind in ({n: "*bf16"} | strides(n)).items()} | {"slopes": "*fp32"}
+    signature = {key: kind for n in names for key, kind in ({n: f"*{dtype}"} | strides(n)).items()} | {
+        "slopes": "*fp32"
+    }
     if kernel == "states_kernel":
-        signature |= {"start": "*fp32", "states": "*bf16", "last": "*fp32"}
+        signature |= {"start": "*fp32", "states": f"*{dtype}", "last": "*fp32"}
     else:
-        signature |= {"states": "*bf16", "state_row": "i32", "state_column": "i32", "out": "*bf16"} | strides("out")
+        signature |= {"states": f"*{dtype}", "state_row": "i32", "state_column": "i32"}
+        signature |= {"out": f"*{dtype}"} | strides("out")
     signature |= {"heads": "i32", "tokens": "i32", "scale": "fp32"}
-    constants = {"WIDTH": 128, "CHUNK": 64, "PRECISION": None, "REVERSE": reverse, "TILE": 64}
+    tile = triton_lightning.STATE_TILE if kernel == "states_kernel" else triton_lightning.MIX_TILES[dtype == "fp32"]
+    constants = {"WIDTH": 128, "CHUNK": 64, "PRECISION": "ieee" if dtype == "fp32" else None, "REVERSE": reverse}
+    constants |= {"ROWS" if kernel == "states_kernel" else "DEPTH": tile[0], "TILE": tile[1]}
     source = ASTSource(getattr(triton_lightning, kernel), signature | dict.fromkeys(constants, "constexpr"), constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-    assert "mma" in compiled.asm["ptx"]
+    assert ("mma" in compiled.asm["ptx"]) == (dtype == "bf16")
+    assert compiled.metadata.shared <= 99 * 1024
 
 
 @COMPILED
