@@ -8,7 +8,7 @@ neighbours, which choose nearly alike, share what is loaded, and products have R
     p = exp(q k^T / sqrt(d) - lse)    o = p v    delta = sum(do * o)    dp = do v^T    ds = p (dp - delta) / sqrt(d)
     dq = ds k                         dk += ds^T q                      dv += p^T do       (sums by atomics, fp32)
 
-Products have the inputs' dtype on both sides (fp32 as IEEE has it) and fp32 sums. The choice has no gradient.
+Products have the inputs' dtype on both sides (fp32 as three of tf32) and fp32 sums. The choice has no gradient.
 
 Truth: infllm.py, which has the letters and the rules.
 """
@@ -24,14 +24,19 @@ from soar_prep.sala import infllm
 from soar_prep.sala.configuration import SparseAttention
 
 PIECE = 4096  # queries whose scores are held at once
-ROWS = 64  # queries times heads, of a program
+ROWS, FP32_ROWS = 64, 16  # queries times heads, of a program; fp32 must fit into sm_120's 99 KiB of shared memory
 WINDOWS = 64  # at a time
 
 
 def serves(q: Tensor, k: Tensor, sparse: SparseAttention) -> bool:
-    """Whether the kernels have these shapes: powers of two from 16 on, and at most ROWS heads a kv head."""
+    """Whether the kernels have these dtypes and shapes: powers of two from 16 on, a kv head's group within ROWS."""
     sizes = (q.shape[-1], sparse.block_size)
-    return all(size >= 16 and size & (size - 1) == 0 for size in sizes) and q.shape[0] <= ROWS * k.shape[0]
+    fits = all(size >= 16 and size & (size - 1) == 0 for size in sizes) and q.shape[0] <= rows(q) * k.shape[0]
+    return fits and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rows(q: Tensor) -> int:
+    return FP32_ROWS if q.dtype == torch.float32 else ROWS
 
 
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, sparse: SparseAttention, goes_on: bool) -> Tensor:
@@ -79,7 +84,7 @@ def choose(
     last = keys.topk(min(sparse.selected_blocks, count), sorted=False).values.amin(-1, keepdim=True)
     mask = (keys >= last) & (keys >= 0)
     mask |= ((positions + 1 < threshold)[:, None] & (blocks <= own))[None]
-    return Chosen(mask, *union(mask, ROWS // triton.next_power_of_2(q.shape[0] // len(scores))))
+    return Chosen(mask, *union(mask, shape_of(q, len(scores))["QUERIES"]))
 
 
 def union(mask: Tensor, queries: int) -> tuple[Tensor, Tensor]:
@@ -116,9 +121,8 @@ def window_scores(q: Tensor, pooled: tuple[Tensor, Tensor], first: int, sparse: 
 def shape_of(q: Tensor, kv_heads: int) -> dict[str, Any]:
     group = q.shape[0] // kv_heads
     padded = triton.next_power_of_2(group)
-    precision = "ieee" if q.dtype == torch.float32 else None
-    sizes = {"GROUP": group, "PADDED": padded, "QUERIES": ROWS // padded, "WIDTH": q.shape[-1]}
-    return {**sizes, "PRECISION": precision, "num_warps": 4}
+    sizes = {"GROUP": group, "PADDED": padded, "QUERIES": rows(q) // padded, "WIDTH": q.shape[-1], "num_warps": 4}
+    return sizes | ({"PRECISION": "tf32x3", "num_stages": 1} if q.dtype == torch.float32 else {"PRECISION": None})
 
 
 class Attend(torch.autograd.Function):

@@ -71,7 +71,7 @@ def test_values_and_gradients(case: str, device: str, monkeypatch: pytest.Monkey
     found = with_gradients(triton_infllm.sparse_attention, inputs, SMALL, goes_on)
     exact = with_gradients(infllm.sparse_attention, inputs, SMALL, goes_on, dtype=torch.float64)
     for name, ours, truth in zip(("o", "dq", "dk", "dv"), found, exact, strict=True):
-        assert relative(ours, truth) < 2e-6, f"{name}: {relative(ours, truth)}"
+        assert relative(ours, truth) < 5e-6, f"{name}: {relative(ours, truth)}"  # three products of tf32, on a GPU
 
 
 @pytest.mark.parametrize("case", ["prompt", "goes on", "crosses dense_len"])
@@ -89,7 +89,7 @@ def test_the_same_blocks(case: str, device: str):
     own = (positions // SMALL.block_size)[:, None]
     expected |= (positions + 1 < threshold)[:, None] & (torch.arange(expected.shape[-1], device=device) <= own)
     assert torch.equal(chosen.mask, expected)
-    queries = triton_infllm.ROWS // 2
+    queries = triton_infllm.FP32_ROWS // 2
     for head, program in ((0, 0), (1, chosen.counts.shape[1] - 1)):
         either = expected[head, program * queries : (program + 1) * queries].any(0).nonzero().flatten().tolist()
         assert chosen.lists[head, program, : chosen.counts[head, program]].tolist() == either
@@ -141,19 +141,22 @@ def test_a_long_context():
 @COMPILED
 @pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("kernel", ["score_kernel", "attend_kernel", "backward_kernel"])
-def test_compiles_to_tensor_cores(kernel: str, capability: int):
-    """Catches code that one architecture cannot build, and products that leave the tensor cores."""
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_compiles(dtype: str, kernel: str, capability: int):
+    """Catches products that leave the tensor cores, and more shared memory than sm_120 has: 99 KiB."""
     function = getattr(triton_infllm, kernel)
-    constants = {"GROUP": 16, "PADDED": 16, "QUERIES": 4, "WIDTH": 128, "PRECISION": None}
+    q = torch.empty(32, 1, 128, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    constants = triton_infllm.shape_of(q, 2)
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
     constants |= {"COARSE": 4, "WINDOWS": 64} if kernel == "score_kernel" else {"BLOCK": 64}
-    kinds = dict.fromkeys(("q", "k", "v", "fine", "coarse", "out", "do", "dq"), "*bf16")
+    kinds = dict.fromkeys(("q", "k", "v", "fine", "coarse", "out", "do", "dq"), f"*{dtype}")
     kinds |= dict.fromkeys(("scores", "lse", "dk", "dv"), "*fp32")
     kinds |= {"mask": "*i1", "lists": "*i32", "counts": "*i32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "i32") for name in function.arg_names}
-    compiled = triton.compile(
-        ASTSource(function, signature, constants), target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}
-    )
+    source = ASTSource(function, signature, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert "mma" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 99 * 1024
 
 
 @COMPILED
