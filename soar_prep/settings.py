@@ -168,6 +168,9 @@ class Quantize:
         "what picks among them: mse, mae, abs_max, or hessian_diag (squared error weighted by diag(H))",
     )
     act_order: bool = option(True, "solve the columns in order of falling diag(H); blocks stay where they are")
+    refine_passes: int = option(
+        0, "passes after GPTQ in which each block's codes and scale are solved again, given all others", 0
+    )
     damping: float = option(
         0.01, "share of mean diag(H) added to its diagonal; raised tenfold when the factor fails", 1e-6, 1.0
     )

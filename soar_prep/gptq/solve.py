@@ -5,8 +5,8 @@ W [N, K] weight, rows are outputs   H [K, K] input second moment   U upper facto
     e_j = (w_j - q_j) / U_jj         w_l -= e_j U_jl  for l after j         loss = sum_j |e_j|^2
 
 Scales are chosen once, on the original weights, and belong to original columns: only the order of solving changes
-("static act-order"), so the file needs no permutation. Columns go in order of falling diag(H), so that the inputs
-that matter most are rounded while the most columns can still make up for it.
+("static act-order"), so the file needs no permutation; refine.py may choose them again afterwards. Columns go in order
+of falling diag(H), so that the inputs that matter most are rounded while the most columns can still make up for it.
 Source: GPTQ (Frantar et al., 2022); static groups and act-order as in its authors' code.
 """
 
@@ -21,6 +21,7 @@ from soar_prep.fouroversix.blocks import BLOCK, share_of_fours, tensor_scale_for
 from soar_prep.fouroversix.e2m1 import encode_e2m1, pack_codes, round_to_e2m1
 from soar_prep.fouroversix.tensor import NVFP4Tensor, quantize_to_nvfp4
 from soar_prep.gptq.hessian import damped_diagonal, factorize
+from soar_prep.gptq.refine import refine
 from soar_prep.settings import Method, Quantize
 
 LAZY_COLUMNS = 128  # columns whose errors reach the rest of the matrix in one product
@@ -57,6 +58,10 @@ def solve_group(weights: dict[str, Tensor], hessian: Tensor, settings: Quantize)
     if settings.method is Method.gptq:
         order = torch.argsort(diagonal, descending=True, stable=True) if settings.act_order else None
         quantized, damping = solve(stacked, hessian, quantized.block_scales, tensor_scale, settings.damping, order)
+        if settings.refine_passes:
+            damped = hessian.clone()
+            damped.diagonal().copy_(damped_diagonal(hessian, damping))
+            quantized = refine(stacked, quantized, damped, settings.scale_rule, settings.refine_passes)
     difference = stacked - quantized.dequantize()
     lost = ((difference @ hessian) * difference).sum(dim=1)
     whole = ((stacked @ hessian) * stacked).sum(dim=1)

@@ -6,6 +6,7 @@ checkpoint's remote code is not needed. In reading order:
 configuration.py    config.json: shapes, scalings, which layer mixes how, what sparse layers choose
 lightning.py        linear attention with a fixed decay: by recurrence, by chunks, one step
 infllm.py           sparse attention: pooled keys, block scores, the blocks a query reads
+triton_*.py         both on a GPU
 modeling.py         the model
 """
 

@@ -112,6 +112,7 @@ def test_order_and_diagonal_help():
         return output_error(weight, solve_group({"a": weight}, hessian, settings(**changes))["a"].weight, hessian)
 
     best = error()
+    assert error(refine_passes=1) < 0.97 * best
     assert best < error(act_order=False)
     assert best < error(scale_error=ScaleError.mse)
     assert best < error(scale_rule=ScaleRule.four_over_six) < error(scale_rule=ScaleRule.six)
