@@ -75,7 +75,6 @@ def train_draft(settings: TrainDraft) -> Path:
     learner = new_learner(settings, draft, target, updates)
     history, place = resume(directory, learner)
     judge = Judge(settings, draft.config, draft.target_ids(), target, held_out, batching, tokenizer)
-    progress = open_progress(settings, directory, updates, learner.done)
     if not history.evaluations:
         judge.take(learner.weights())
         history.evaluations.append({"update": 0} | judge.acceptance())
@@ -83,6 +82,7 @@ def train_draft(settings: TrainDraft) -> Path:
         say([evaluation_line(history.evaluations[-1]), *decoding_lines(history.decoding["before"])])
 
     stream = LessonStream(settings, target, samples, batching, draft, place)
+    progress = open_progress(settings, directory, updates, learner.done)  # its clock starts here
     while learner.done < updates:
         started = time.monotonic()
         update = learner.update(stream.take(settings.optimizer.accumulate))
