@@ -8,7 +8,8 @@ neighbours, which choose nearly alike, share what is loaded, and products have R
     p = exp(q k^T / sqrt(d) - lse)    o = p v    delta = sum(do * o)    dp = do v^T    ds = p (dp - delta) / sqrt(d)
     dq = ds k                         dk += ds^T q                      dv += p^T do       (sums by atomics, fp32)
 
-Products have the inputs' dtype on both sides (fp32 as three of tf32) and fp32 sums. The choice has no gradient.
+Products have the inputs' dtype on both sides (fp32 as three of tf32) and fp32 sums; those of dk and dv go over all
+pieces and are rounded once. The choice has no gradient.
 
 Truth: infllm.py, which has the letters and the rules.
 """
@@ -46,16 +47,14 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, sparse: SparseAttention, g
     Triton's interpreter alone.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    tokens, length = q.shape[1], k.shape[1]
-    threshold = sparse.dense_len if goes_on or length < sparse.dense_len else 0
-    pooled = infllm.pool_levels(k.detach(), sparse)
-    outputs = []
-    for start in range(0, tokens, PIECE):
-        part = q[:, start : start + PIECE]
-        first = length - tokens + start
-        chosen = choose(part.detach(), pooled, first, length, sparse, threshold)
-        outputs.append(Attend.apply(part, k, v, *chosen, first, sparse.block_size))
-    return torch.cat(outputs, dim=1)
+    threshold = sparse.dense_len if goes_on or k.shape[1] < sparse.dense_len else 0
+    return Attend.apply(q, k, v, sparse, threshold)
+
+
+def pieces(q: Tensor, k: Tensor) -> list[tuple[slice, int]]:
+    """(queries, position of the first of them) of each piece."""
+    tokens = q.shape[1]
+    return [(slice(start, start + PIECE), k.shape[1] - tokens + start) for start in range(0, tokens, PIECE)]
 
 
 class Chosen(NamedTuple):
@@ -127,46 +126,51 @@ def shape_of(q: Tensor, kv_heads: int) -> dict[str, Any]:
 
 class Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor,
-        lists: Tensor,
-        counts: Tensor,
-        first: int,
-        block_size: int,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sparse: SparseAttention, threshold: int) -> Tensor:
         heads, tokens, width = q.shape
         out = q.new_empty(tokens, heads, width).transpose(0, 1)
-        lse = q.new_empty(heads, tokens, dtype=torch.float32)
-        with torch.cuda.device_of(q):
-            attend_kernel[counts.shape[::-1]](
-                *(q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], mask, lists, counts),
-                *(out, *out.stride()[:2], lse, first, tokens, mask.shape[-1], width**-0.5),
-                BLOCK=block_size,
-                **shape_of(q, len(k)),
-            )
-        ctx.save_for_backward(q, k, v, mask, lists, counts, out, lse)
-        ctx.first, ctx.block_size = first, block_size
+        pooled = infllm.pool_levels(k, sparse)
+        kept: list[Tensor] = []
+        for part, first in pieces(q, k):
+            chosen = choose(q[:, part], pooled, first, k.shape[1], sparse, threshold)
+            lse = attend(q[:, part], k, v, chosen, first, sparse.block_size, out[:, part])
+            if any(ctx.needs_input_grad):
+                kept += [*chosen, lse]
+        ctx.save_for_backward(q, k, v, out, *kept)
+        ctx.block_size, ctx.pieces = sparse.block_size, pieces(q, k)
         return out
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
-        q, k, v, mask, lists, counts, out, lse = ctx.saved_tensors
+        q, k, v, out, *kept = ctx.saved_tensors
         do = do if do.stride(-1) == 1 else do.contiguous()
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-        with torch.cuda.device_of(q):
-            backward_kernel[counts.shape[::-1]](
-                *(q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], mask, lists, counts),
-                *(out, *out.stride()[:2], do, *do.stride()[:2], lse, dq, *dq.stride()[:2], dk, dv),
-                *(ctx.first, q.shape[1], k.shape[1], mask.shape[-1], q.shape[-1] ** -0.5),
-                BLOCK=ctx.block_size,
-                **shape_of(q, len(k)),
-            )
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
+        for number, (part, first) in enumerate(ctx.pieces):
+            mask, lists, counts, lse = kept[4 * number : 4 * number + 4]
+            x, o, g, dx = (whole[:, part] for whole in (q, out, do, dq))
+            with torch.cuda.device_of(q):
+                backward_kernel[counts.shape[::-1]](
+                    *(x, *x.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], mask, lists, counts),
+                    *(o, *o.stride()[:2], g, *g.stride()[:2], lse, dx, *dx.stride()[:2], dk, dv),
+                    *(first, x.shape[1], k.shape[1], mask.shape[-1], x.shape[-1] ** -0.5),
+                    BLOCK=ctx.block_size,
+                    **shape_of(x, len(k)),
+                )
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, chosen: Chosen, first: int, block_size: int, out: Tensor) -> Tensor:
+    """Attention of one piece, into out; returns its log-sum-exp, fp32 [Hq, T]."""
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    with torch.cuda.device_of(q):
+        attend_kernel[chosen.counts.shape[::-1]](
+            *(q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], *chosen),
+            *(out, *out.stride()[:2], lse, first, q.shape[1], chosen.mask.shape[-1], q.shape[-1] ** -0.5),
+            BLOCK=block_size,
+            **shape_of(q, len(k)),
+        )
+    return lse
 
 
 @triton.jit
