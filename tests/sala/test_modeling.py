@@ -1,5 +1,6 @@
 import copy
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -259,3 +260,27 @@ def test_bfloat16(model: MiniCPMSALAForCausalLM):
     assert {output[CACHE].layers[i].recurrent_states[0].dtype for i in lightning} == {torch.float32}
     difference = (output.logits.float() - model(token_ids).logits).abs().mean() / model(token_ids).logits.std()
     assert difference < 0.1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_64k_tokens_through_a_whole_model():
+    """Catches anything as large as tokens x tokens (4 GiB a head), and a cache that continues another text."""
+    torch.manual_seed(5)
+    config = MiniCPMSALAConfig(num_hidden_layers=4, vocab_size=1000, eos_token_id=None, sparse_config={})
+    assert set(config.mixer_types) == {LIGHTNING, "minicpm4"}
+    with torch.device("cuda"):
+        model = MiniCPMSALAForCausalLM(config).bfloat16().eval().requires_grad_(False)
+    text = torch.randint(1000, (1, 65536), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    held, began = torch.cuda.memory_allocated(), time.perf_counter()
+    made = model.generate(
+        text, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
+    )
+    torch.cuda.synchronize()
+    seconds, memory = time.perf_counter() - began, (torch.cuda.max_memory_allocated() - held) / 2**30
+    at_once = model(made.sequences[:, :-1], logits_to_keep=8).logits[0].double()
+    difference = (torch.cat(made.logits).double() - at_once).norm() / at_once.norm()
+    print(f"65,536 tokens and 8 more: {seconds:.1f} s, {memory:.1f} GiB; logits at once differ by {difference:.1e}")
+    assert memory < 16
+    assert difference < 0.1  # BF16, and a block chosen otherwise where two scores all but tie
