@@ -168,6 +168,13 @@ class Quantize:
         "what picks among them: mse, mae, abs_max, or hessian_diag (squared error weighted by diag(H))",
     )
     act_order: bool = option(True, "solve the columns in order of falling diag(H); blocks stay where they are")
+    correction: float = option(
+        0.5,
+        "how much of the error in its input, from what is rounded before it, a linear's weight makes up for; 0 is "
+        "faster",
+        0.0,
+        1.0,
+    )
     refine_passes: int = option(
         0, "passes after GPTQ in which each block's codes and scale are solved again, given all others", 0
     )
@@ -185,6 +192,10 @@ class Quantize:
     gate: Gate = option(Gate, "quality the written files must have")
     compute: Compute = option(Compute, "where and how")
     wandb: Wandb = option(Wandb, "experiment tracking")
+
+    @property
+    def corrects_targets(self) -> bool:
+        return self.method is Method.gptq and self.correction > 0
 
 
 @dataclass

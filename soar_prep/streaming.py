@@ -8,7 +8,7 @@ nothing here knows how a model scales its embeddings, builds its masks or caps i
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -120,6 +120,20 @@ class StreamedModel:
         output = layer(hidden, **self._arguments_for(hidden.shape[:2])[index])
         return output[0] if isinstance(output, tuple) else output
 
+    @torch.no_grad()
+    def linear_inputs(self, index: int, layer: nn.Module, hidden: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """What the named linears of a decoder layer are given for hidden [B, T, D]: runs it as far as the last."""
+        inputs: dict[str, Tensor] = {}
+
+        def note(x: Tensor, name: str) -> None:
+            inputs[name] = x
+            if len(inputs) == len(names):
+                raise _Enough
+
+        with suppress(_Enough), watching_inputs(layer, {name: partial(note, name=name) for name in names}):
+            self.run_layer(index, layer, hidden)
+        return inputs
+
     def _arguments_for(self, shape: torch.Size) -> list[dict[str, Any]]:
         """What each layer is given besides hidden states, for token ids of this shape [B, T]."""
         if shape not in self._arguments:
@@ -165,6 +179,10 @@ class StreamedModel:
         finally:
             for layer in self.layers:
                 layer.__dict__.pop("forward", None)
+
+
+class _Enough(Exception):
+    """Leaves a layer's forward pass from within."""
 
 
 @contextmanager

@@ -21,7 +21,7 @@ GIB = 2**30
 class Budget:
     """Bytes. On a machine without a GPU `device` is main memory and holds the activations as well."""
 
-    activations: int  # hidden states of all calibration windows
+    activations: int  # hidden states of all calibration windows; the source's own as well where targets are corrected
     layer: int  # one decoder layer, as read and as quantized
     hessians: int  # of one layer, and the workspace of the largest solve
     rest: int  # embeddings, last norm, head
@@ -86,6 +86,9 @@ def plan_budget(
     widths = [linears[group[0]].in_features for group in plan.groups]
     heights = [sum(linears[name].out_features for name in group) for group in plan.groups]
     largest_solve = max(((4 * k * k + 8 * n * k) * 4 for k, n in zip(widths, heights, strict=True)), default=0)
+    # corrected targets take a drift beside each Hessian, but one group of linears at a time
+    streams = 2 if settings.corrects_targets else 1
+    hessians = 8 * max(widths, default=0) ** 2 if streams == 2 else sum(4 * k * k for k in widths)
     text_config = model.model.config.get_text_config()
     batch = max(settings.compute.batch_tokens, windows.token_ids.shape[1])
     width = 6 * model.hidden_size + 3 * getattr(text_config, "intermediate_size", 4 * model.hidden_size)
@@ -99,9 +102,9 @@ def plan_budget(
     existing = next(p for p in (output, *output.absolute().parents) if p.exists())
     written = sum(p.stat().st_size for p in output.with_name(output.name + ".partial").glob("*.safetensors"))
     return Budget(
-        activations=windows.token_ids.numel() * model.hidden_size * item,
+        activations=streams * windows.token_ids.numel() * model.hidden_size * item,
         layer=2 * layer_elements * item,
-        hessians=sum(4 * k * k for k in widths) + largest_solve,
+        hessians=hessians + largest_solve,
         rest=rest * item,
         forward=max(batch * width * item, 3 * 512 * text_config.vocab_size * 4),
         output=(sum(elements.values()) - quantized) * 2 + int(quantized * (0.5 + 1 / 16)) - written,

@@ -1,6 +1,7 @@
 """Second moments of layer inputs and the factor that GPTQ solves with.
 
-X [n, K] inputs, one row a token   H [K, K] = X^T X / n   U [K, K] upper triangular with H^-1 = U^T U
+X [n, K] inputs, one row a token    H [K, K] = X^T X / n    U [K, K] upper triangular with H^-1 = U^T U
+Y [n, K] the same inputs in the source model, before anything was rounded    D [K, K] = (Y - X)^T X / n, the drift
 
 The factor needs one Cholesky and one triangular inverse. With P the reversal of the columns, P H P = L L^T; then
 A = P L P is upper triangular, H = A A^T, and U = A^-1. That is half the work of Cholesky, inverse, Cholesky, and
@@ -19,20 +20,26 @@ PANEL = 512  # columns a product; only the lower triangle's panels are formed
 
 
 class InputStatistics:
-    """Running H of one shared input, and the largest magnitude of each calibration sample."""
+    """Running H of one shared input, its drift if asked for, and the largest magnitude of each calibration sample."""
 
-    def __init__(self, columns: int, device: torch.device):
+    def __init__(self, columns: int, device: torch.device, with_drift: bool = False):
         self.sum = torch.zeros(columns, columns, device=device)
+        self.drift_sum = torch.zeros_like(self.sum) if with_drift else None
         self.tokens = 0
         self._largest: list[Tensor] = []
 
-    def add(self, x: Tensor, mask: Tensor) -> None:
-        """x [B, T, K] or [B * T, K] in the layer's dtype; mask bool [B, T] on x's device, True on real tokens."""
+    def add(self, x: Tensor, mask: Tensor, source: Tensor | None = None) -> None:
+        """x [B, T, K] or [B * T, K] in the layer's dtype; mask bool [B, T] on x's device, True on real tokens.
+
+        source: the same input in the source model, like x; for the drift.
+        """
         x = x.reshape(*mask.shape, x.shape[-1])
         self._largest.append(x.abs().amax(dim=-1).masked_fill(~mask, 0).amax(dim=-1).float())
         rows = x[mask]
         self.tokens += len(rows)
-        add_lower_triangle(self.sum, rows)
+        add_product(self.sum, rows, rows, lower_only=True)
+        if self.drift_sum is not None and source is not None:
+            add_product(self.drift_sum, source.reshape(x.shape)[mask] - rows, rows)
 
     def largest_by_sample(self) -> Tensor:
         """Largest |x| of each sample, fp32 [n]; not finite where a sample's activations are not."""
@@ -45,38 +52,55 @@ class InputStatistics:
         lower = self.sum.tril()
         return (lower + lower.tril(-1).T) / self.tokens
 
+    def drift(self) -> Tensor | None:
+        """D, fp32 [K, K]; None where it was not asked for."""
+        return None if self.drift_sum is None else self.drift_sum / self.tokens
 
-def add_lower_triangle(total: Tensor, x: Tensor) -> None:
-    """total += X^T X in fp32, of which only the lower triangle is meant; x [n, K] bf16, fp16 or fp32.
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, lower_only: bool = False) -> None:
+    """total += left^T right in fp32; left and right [n, K] bf16, fp16 or fp32. lower_only: the rest is not meant.
 
     On a GPU low-precision inputs go through the tensor cores: their products are exact in the fp32 accumulator.
     """
-    columns = x.shape[1]
-    in_tensor_cores = x.is_cuda and x.dtype != torch.float32
-    x = x if in_tensor_cores else x.float()
+    columns = left.shape[1]
+    in_tensor_cores = left.is_cuda and left.dtype != torch.float32
+    if not in_tensor_cores:
+        left, right = left.float(), right.float()
     for start in range(0, columns, PANEL):
         stop = min(start + PANEL, columns)
-        rows = x[:, start:stop].T
-        target = total[start:stop, :stop]
+        end = stop if lower_only else columns
+        rows, target = left[:, start:stop].T, total[start:stop, :end]
         if in_tensor_cores:
-            target += torch.mm(rows, x[:, :stop], out_dtype=torch.float32)
+            target += torch.mm(rows, right[:, :end], out_dtype=torch.float32)
         else:
-            target.addmm_(rows, x[:, :stop])
+            target.addmm_(rows, right[:, :end])
 
 
 @dataclass(frozen=True)
 class Factor:
-    """upper: U, fp32 [K, K], of the damped H. damping: the share of mean diag(H) that it took."""
+    """upper: U, fp32 [K, K], of the damped H, its columns in `order`. damping: the share of mean diag(H) it took."""
 
     upper: Tensor
     damping: float
+    order: Tensor
+
+    def times_inverse(self, x: Tensor) -> Tensor:
+        """x (H + damping)^-1, fp32 [N, K], the columns of x and of the result where the weight has them."""
+        product = torch.empty_like(x)
+        product[:, self.order] = x[:, self.order] @ self.upper.T @ self.upper
+        return product
 
 
-def factorize(hessian: Tensor, damping: float) -> Factor:
+def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> Factor:
     """U of H + damping * mean(diag H) * I; tenfold damping on every failure, at most 1. UserError beyond that.
 
     hessian: fp32 [K, K], left as it is. A column never seen (diag H = 0) couples to nothing: its weights are rounded.
+    order: int64 [K], the columns in the order of solving; None keeps them as they are.
     """
+    if order is None:
+        order = torch.arange(len(hessian), device=hessian.device)
+    else:
+        hessian = hessian[order][:, order]
     mean = hessian.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
     attempt = damping
     while True:
@@ -92,7 +116,7 @@ def factorize(hessian: Tensor, damping: float) -> Factor:
         attempt = min(attempt * 10, 1.0)
     identity = torch.eye(len(hessian), device=hessian.device)
     upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
-    return Factor(upper, attempt)
+    return Factor(upper, attempt, order)
 
 
 def damped_diagonal(hessian: Tensor, damping: float) -> Tensor:

@@ -1,6 +1,7 @@
 """The quantize road: every step from a Hugging Face directory to an NVFP4 checkpoint, in order."""
 
-from functools import partial
+import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ from soar_prep.errors import UserError
 from soar_prep.fouroversix.tensor import input_scale_for
 from soar_prep.gptq.budget import plan_budget
 from soar_prep.gptq.hessian import InputStatistics
-from soar_prep.gptq.layers import LayerPlan, check_layers, plan_layer
+from soar_prep.gptq.layers import check_layers, plan_layer
 from soar_prep.gptq.report_page import write_page
 from soar_prep.gptq.solve import solve_group
 from soar_prep.layouts import QuantizedWeight, from_tensors, quantization_config, side_configs, to_tensors
 from soar_prep.quality import Quality, check_gate, measure, quality_lines
 from soar_prep.report import Progress, environment, plain
 from soar_prep.settings import Quantize, Scheme
-from soar_prep.streaming import StreamedModel, linears_of, quantized_inputs, watching_inputs
+from soar_prep.streaming import StreamedModel, linears_of, quantized_inputs
 from soar_prep.text import Windows, load_tokenizer, load_windows
 
 
@@ -46,21 +47,25 @@ def quantize(settings: Quantize) -> Path:
     store = model.device if budget.keep_activations_on_gpu else torch.device("cpu")
     batches = list(windows.batches(settings.compute.batch_tokens))
     hidden = [model.embed(windows.token_ids[batch]).to(store) for batch in batches]
-    masks = [windows.mask[batch] for batch in batches]
+    reference = list(hidden) if settings.corrects_targets else None
+    calibration = Calibration(hidden, reference, [windows.mask[batch] for batch in batches])
     records = []
     for index in range(len(model.layers)):
         layer = model.load_layer(index)
         record = output.record(index + 1)
         if record is None:
-            record, tensors = quantize_layer(source, model, index, layer, hidden, masks, settings)
+            record, tensors = quantize_layer(source, model, index, layer, calibration, settings)
             output.write(index + 1, tensors, record)
+        is_last = index + 1 == len(model.layers)
+        if reference and not is_last:
+            propagate(model, index, layer, {}, reference)
         tensors = output.read(index + 1)
         input_scales = replace_weights(layer, model.layer_prefix(index), tensors, model.dtype)
-        if index + 1 < len(model.layers):
+        if not is_last:
             propagate(model, index, layer, input_scales if settings.scheme is Scheme.w4a4 else {}, hidden)
         progress.step(*layer_figures(record))
         records.append(record)
-    del hidden, layer
+    del hidden, reference, calibration, layer
 
     ignore = unquantized_linears(model, records)
     output.complete(
@@ -131,51 +136,72 @@ def tensors_outside_layers(source: Checkpoint, model: StreamedModel) -> dict[str
     return {name: source[name] for name in names if name not in tied}
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """What the next layer is given, batch by batch, each [B, T, D]: by the quantized layers before it, and by the
+    source's own if targets are corrected. masks: bool [B, T], True on real tokens."""
+
+    hidden: list[Tensor]
+    reference: list[Tensor] | None
+    masks: list[Tensor]
+
+
 def quantize_layer(
     source: Checkpoint,
     model: StreamedModel,
     index: int,
     layer: nn.Module,
-    hidden: list[Tensor],
-    masks: list[Tensor],
+    calibration: Calibration,
     settings: Quantize,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Solve one decoder layer: its record for run.json, and all its tensors as the file will hold them.
 
-    hidden [B, T, D] and masks [B, T] are the layer's inputs, batch by batch, as the quantized layers before give them.
+    With corrected targets each group of linears is solved on what those before it in the layer, already rounded, give;
+    without, all are solved on what the layer gives as it is.
     """
     prefix = model.layer_prefix(index)
     plan = plan_layer(model, index, layer, settings.keep_unquantized)
-    statistics = collect_statistics(model, index, layer, plan, hidden, masks)
+    ours = copy.deepcopy(layer) if calibration.reference else layer
+    stages = [[group] for group in plan.groups] if calibration.reference else [plan.groups]
     tensors = {name: source[name] for name in source.names(prefix)}
     record: dict[str, Any] = {"linears": {}, "kept": {prefix + name: reason for name, reason in plan.kept.items()}}
-    for group in plan.groups:
-        inputs = statistics.pop(group)
-        input_scale = input_scale_for(finite_largest(inputs, prefix + group[0]))
-        weights = {name: tensors.pop(f"{prefix}{name}.weight").to(model.device) for name in group}
-        for name, solved in solve_group(weights, inputs.hessian(), settings).items():
-            quantized = QuantizedWeight(solved.weight, None if settings.weight_only_config else input_scale)
-            tensors |= to_tensors(prefix + name, quantized, settings.export)
-            record["linears"][prefix + name] = solved.facts() | {"input_scale": input_scale.item()}
+    input_scales: dict[str, Tensor] = {}
+    for groups in stages:
+        with quantized_inputs(ours, input_scales if settings.scheme is Scheme.w4a4 else {}):
+            statistics = collect_statistics(model, index, ours, layer, groups, calibration)
+        for group in groups:
+            inputs = statistics.pop(group)
+            input_scale = input_scale_for(finite_largest(inputs, prefix + group[0]))
+            weights = {name: tensors.pop(f"{prefix}{name}.weight").to(model.device) for name in group}
+            for name, solved in solve_group(weights, inputs.hessian(), settings, inputs.drift()).items():
+                quantized = QuantizedWeight(solved.weight, None if settings.weight_only_config else input_scale)
+                tensors |= to_tensors(prefix + name, quantized, settings.export)
+                record["linears"][prefix + name] = solved.facts() | {"input_scale": input_scale.item()}
+        if calibration.reference:
+            input_scales = replace_weights(ours, prefix, tensors, model.dtype)
     return record, tensors
 
 
 def collect_statistics(
     model: StreamedModel,
     index: int,
+    ours: nn.Module,
     layer: nn.Module,
-    plan: LayerPlan,
-    hidden: list[Tensor],
-    masks: list[Tensor],
+    groups: list[tuple[str, ...]],
+    calibration: Calibration,
 ) -> dict[tuple[str, ...], InputStatistics]:
-    """Run the layer on every batch and gather the Hessian of each shared input."""
-    columns = {group: linears_of(layer)[group[0]].in_features for group in plan.groups}
-    statistics = {group: InputStatistics(width, model.device) for group, width in columns.items()}
-    for h, mask in zip(hidden, masks, strict=True):
+    """Hessian, and drift if targets are corrected, of each shared input; ours: the layer as far as it is rounded."""
+    columns = {group: linears_of(layer)[group[0]].in_features for group in groups}
+    reference: list[Any] = calibration.reference or [None] * len(calibration.hidden)
+    with_drift = calibration.reference is not None
+    statistics = {group: InputStatistics(width, model.device, with_drift) for group, width in columns.items()}
+    names = [group[0] for group in groups]
+    for h, r, mask in zip(calibration.hidden, reference, calibration.masks, strict=True):
         real = mask.to(model.device)
-        watchers = {group[0]: partial(statistics[group].add, mask=real) for group in plan.groups}
-        with watching_inputs(layer, watchers):
-            model.run_layer(index, layer, h.to(model.device))
+        inputs = model.linear_inputs(index, ours, h.to(model.device), names)
+        sources = {} if r is None else model.linear_inputs(index, layer, r.to(model.device), names)
+        for group in groups:
+            statistics[group].add(inputs[group[0]], real, sources.get(group[0]))
     return statistics
 
 

@@ -1,13 +1,18 @@
 """GPTQ on NVFP4: round one column, move its error onto the columns still to come.
 
-W [N, K] weight, rows are outputs   H [K, K] input second moment   U upper factor of H^-1   p the solving order
+W [N, K] weight, rows are outputs   H [K, K] input second moment   U upper factor of H^-1   D drift   c correction
 
-    e_j = (w_j - q_j) / U_jj         w_l -= e_j U_jl  for l after j         loss = sum_j |e_j|^2
+    V = W + c W D H^-1     e_j = (v_j - q_j) / U_jj     v_l -= e_j U_jl  for l after j     loss = sum_j |e_j|^2
+
+What is rounded is not W but V. The layers before a linear are rounded already, so it is given X where the source's was
+given Y; with c = 1 V X comes as near to W Y as a matrix can bring it, in the least squares over the calibration text,
+and so makes up for errors that are not its own. Less than that leaves some to chance: it fits other text better.
 
 Scales are chosen once, on the original weights, and belong to original columns: only the order of solving changes
 ("static act-order"), so the file needs no permutation; refine.py may choose them again afterwards. Columns go in order
 of falling diag(H), so that the inputs that matter most are rounded while the most columns can still make up for it.
-Source: GPTQ (Frantar et al., 2022); static groups and act-order as in its authors' code.
+Source: GPTQ (Frantar et al., 2022); static groups and act-order as in its authors' code; the corrected target as in
+GPTAQ (Li et al., 2025) and Qronos (Zhang et al., 2025), here before the solve and by a part.
 """
 
 from collections.abc import Callable
@@ -20,7 +25,7 @@ from torch import Tensor
 from soar_prep.fouroversix.blocks import BLOCK, share_of_fours, tensor_scale_for
 from soar_prep.fouroversix.e2m1 import encode_e2m1, pack_codes, round_to_e2m1
 from soar_prep.fouroversix.tensor import NVFP4Tensor, quantize_to_nvfp4
-from soar_prep.gptq.hessian import damped_diagonal, factorize
+from soar_prep.gptq.hessian import Factor, damped_diagonal, factorize
 from soar_prep.gptq.refine import refine
 from soar_prep.settings import Method, Quantize
 
@@ -34,7 +39,7 @@ class Solved:
     weight: NVFP4Tensor
     method: str
     damping: float | None
-    relative_error: float  # tr(D H D^T) / tr(W H W^T), D = W - Q: the share of output energy lost
+    relative_error: float  # tr((V - Q) H (V - Q)^T) / tr(V H V^T): the share of output energy lost by rounding
     share_of_fours: float
 
     def facts(self) -> dict[str, Any]:
@@ -47,20 +52,29 @@ class Solved:
         }
 
 
-def solve_group(weights: dict[str, Tensor], hessian: Tensor, settings: Quantize) -> dict[str, Solved]:
-    """Quantize linears that share one input: weights [N_i, K] by name, hessian fp32 [K, K]."""
+def solve_group(
+    weights: dict[str, Tensor], hessian: Tensor, settings: Quantize, drift: Tensor | None = None
+) -> dict[str, Solved]:
+    """Quantize linears that share one input: weights [N_i, K] by name, hessian fp32 [K, K].
+
+    drift: fp32 [K, K], if the targets are to be corrected by it; see above.
+    """
     stacked = torch.cat([weight.float() for weight in weights.values()])
-    tensor_scale = tensor_scale_for(stacked.abs().max(), settings.scale_rule, settings.power_of_two)
     diagonal = damped_diagonal(hessian, settings.damping)
-    quantize = quantizer_for(stacked.device)
-    quantized = quantize(stacked, tensor_scale, settings.scale_rule, settings.scale_error, diagonal)
-    damping = None
+    factor = None
     if settings.method is Method.gptq:
         order = torch.argsort(diagonal, descending=True, stable=True) if settings.act_order else None
-        quantized, damping = solve(stacked, hessian, quantized.block_scales, tensor_scale, settings.damping, order)
+        factor = factorize(hessian, settings.damping, order)
+        if drift is not None:
+            stacked += settings.correction * factor.times_inverse(stacked @ drift)
+    tensor_scale = tensor_scale_for(stacked.abs().max(), settings.scale_rule, settings.power_of_two)
+    quantize = quantizer_for(stacked.device)
+    quantized = quantize(stacked, tensor_scale, settings.scale_rule, settings.scale_error, diagonal)
+    if factor is not None:
+        quantized = solve(stacked, quantized.block_scales, tensor_scale, factor)
         if settings.refine_passes:
             damped = hessian.clone()
-            damped.diagonal().copy_(damped_diagonal(hessian, damping))
+            damped.diagonal().copy_(damped_diagonal(hessian, factor.damping))
             quantized = refine(stacked, quantized, damped, settings.scale_rule, settings.refine_passes)
     difference = stacked - quantized.dequantize()
     lost = ((difference @ hessian) * difference).sum(dim=1)
@@ -74,7 +88,7 @@ def solve_group(weights: dict[str, Tensor], hessian: Tensor, settings: Quantize)
         solved[name] = Solved(
             weight=part,
             method=settings.method.value,
-            damping=damping,
+            damping=None if factor is None else factor.damping,
             relative_error=(lost[rows].sum() / whole[rows].sum().clamp(min=1e-30)).item(),
             share_of_fours=share_of_fours(stacked[rows], part.block_scales, tensor_scale),
         )
@@ -90,26 +104,14 @@ def quantizer_for(device: torch.device) -> Callable[..., NVFP4Tensor]:
     return triton_quantize.quantize_to_nvfp4
 
 
-def solve(
-    weight: Tensor,
-    hessian: Tensor,
-    block_scales: Tensor,
-    tensor_scale: Tensor,
-    damping: float,
-    order: Tensor | None = None,
-) -> tuple[NVFP4Tensor, float]:
-    """GPTQ of weight fp32 [N, K] under given scales; also the damping that the factor took.
-
-    order: int64 [K], the columns in solving order; None keeps them as they are.
-    """
-    columns = weight.shape[1]
-    order = torch.arange(columns, device=weight.device) if order is None else order
-    factor = factorize(hessian[order][:, order], damping)
+def solve(weight: Tensor, block_scales: Tensor, tensor_scale: Tensor, factor: Factor) -> NVFP4Tensor:
+    """GPTQ of weight fp32 [N, K] under given scales (e4m3 [N, K/16], fp32 []), in the factor's order."""
+    order = factor.order
     scales = block_scales.float().T[order // BLOCK]  # [K, N], in solving order like all below
     values = round_columns(weight.T[order].contiguous(), scales, tensor_scale, factor.upper)
-    codes = torch.empty(columns, len(weight), dtype=torch.uint8, device=weight.device)
+    codes = torch.empty(len(order), len(weight), dtype=torch.uint8, device=weight.device)
     codes[order] = encode_e2m1(values)
-    return NVFP4Tensor(pack_codes(codes.T.contiguous()), block_scales, tensor_scale), factor.damping
+    return NVFP4Tensor(pack_codes(codes.T.contiguous()), block_scales, tensor_scale)
 
 
 def round_columns(w: Tensor, scales: Tensor, tensor_scale: Tensor, upper: Tensor) -> Tensor:

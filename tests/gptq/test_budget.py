@@ -27,8 +27,8 @@ ROOMY = Budget(
 )
 
 
-def plan(directory: Path, *keep: str, samples: int = 4) -> Budget:
-    settings = Quantize(model=str(directory), output=str(directory / "out"))
+def plan(directory: Path, *keep: str, samples: int = 4, correction: float = 0.5) -> Budget:
+    settings = Quantize(model=str(directory), output=str(directory / "out"), correction=correction)
     model = StreamedModel(Checkpoint(directory), Compute(device="cpu"))
     windows = Windows(torch.zeros(samples, 32, dtype=torch.long), torch.ones(samples, 32, dtype=torch.bool))
     layer = plan_layer(model, 0, model.load_layer(0), list(keep))
@@ -47,7 +47,9 @@ def test_disk_is_what_the_output_takes(
 
 def test_activations_are_counted_exactly(model_directory: Callable[[str], Path]):
     """Catches a budget in the wrong dtype or for one batch only."""
-    assert plan(model_directory("mistral"), samples=7).activations == 7 * 32 * 64 * 4
+    once = plan(model_directory("mistral"), samples=7, correction=0.0)
+    assert once.activations == 7 * 32 * 64 * 4
+    assert plan(model_directory("mistral"), samples=7).activations == 2 * once.activations  # the source's own as well
 
 
 def test_first_layer_may_be_kept(model_directory: Callable[[str], Path]):

@@ -134,3 +134,28 @@ def test_dead_columns_still_weigh_something():
     h = torch.diag(torch.tensor([4.0, 0.0, 0.0, 0.0]))
     assert damped_diagonal(h, 0.5).tolist() == [4.5, 0.5, 0.5, 0.5]
     assert (damped_diagonal(torch.zeros(4, 4), 0.01) > 0).all()
+
+
+def test_drift_is_that_of_real_tokens():
+    """Catches the wrong order of the product or sign, padding that counts, and panels that miss the upper triangle."""
+    y, x = correlated(600, 1040, 8).view(3, 200, 1040), correlated(600, 1040, 9).view(3, 200, 1040)
+    mask = torch.rand(3, 200, generator=torch.Generator().manual_seed(1)) < 0.8
+    statistics = InputStatistics(1040, CPU, with_drift=True)
+    for sample in range(3):
+        statistics.add(x[sample : sample + 1], mask[sample : sample + 1], y[sample : sample + 1])
+    a, b = y[mask].double(), x[mask].double()
+    torch.testing.assert_close(statistics.drift(), ((a - b).T @ b / len(a)).float(), rtol=1e-4, atol=1e-5)
+    assert InputStatistics(16, CPU).drift() is None
+
+
+def test_times_inverse_keeps_the_columns_where_they_are():
+    """Catches a product in the order of solving."""
+    x = correlated(300, 48, 10)
+    h = x.T @ x / 300
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(2))
+    rows = correlated(5, 48, 11)
+    damped = h.double() + 0.05 * h.double().diagonal().mean() * torch.eye(48)
+    for factor in (factorize(h, 0.05), factorize(h, 0.05, order)):
+        torch.testing.assert_close(
+            factor.times_inverse(rows), (rows.double() @ torch.linalg.inv(damped)).float(), rtol=1e-4, atol=1e-4
+        )

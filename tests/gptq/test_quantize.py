@@ -244,42 +244,50 @@ def test_run_json_tells_what_was_done(quantized: Outputs, model_directory: Model
     assert [line["layer"] for line in lines] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("correction", [True, False])
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
-def test_road_is_the_one_a_person_would_walk(name: str, quantized: Outputs, model_directory: Models):
-    """Catches a layer calibrated on something else than what the written layers before it give.
+def test_road_is_the_one_a_person_would_walk(name: str, correction: bool, quantized: Outputs, model_directory: Models):
+    """Catches a linear calibrated on something else than what the written ones before it give, and a target that is
+    corrected by something else than what the source model gives.
 
-    Walked again with plain transformers: a whole model, forward hooks, float64 Hessians, and after each layer its
-    written weights put in. Codes may differ where the two Hessians round a weight differently.
+    Walked again with plain transformers: two whole models, forward hooks, float64 statistics, and after each group of
+    linears its written weights put in. Codes may differ where the two Hessians round a weight differently.
     """
-    directory, source = quantized(name), model_directory(name)
-    model = load_in_transformers(source, torch.float32)
+    options = () if correction else ("correction=0",)
+    directory, source = quantized(name, *options), model_directory(name)
+    model, original = (load_in_transformers(source, torch.float32) for _ in range(2))
     linears, written = linears_by_name(model), tensors_of(directory)
     settings = Quantize(model="m", output="o")
     settings.calibration.samples, settings.calibration.length = 4, 32
     ids = load_windows(settings.calibration, AutoTokenizer.from_pretrained(source), 256, "calibration").token_ids
     originals = tensors_of(source)
     facts = facts_of(directory)["linears"]
-    for layer in range(2):
-        prefix = f"model.layers.{layer}."
-        inputs: dict[str, Tensor] = {}
 
-        def note(module: nn.Module, arguments: Any, inputs: dict[str, Tensor] = inputs) -> None:
-            inputs[module.full_name] = arguments[0]  # type: ignore[index]
-
-        hooks = []
-        for linear, module in linears.items():
-            module.full_name = linear  # type: ignore[assignment]
-            hooks.append(module.register_forward_pre_hook(note))
+    def input_of(model: nn.Module, linear: str) -> Tensor:
+        """Float64 [n, K]."""
+        inputs: list[Tensor] = []
+        hook = model.get_submodule(linear).register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
         with torch.no_grad():
             model(input_ids=ids, use_cache=False)
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
+        return inputs[0].flatten(0, 1).double()
+
+    def put_in(names: list[str]) -> None:
+        for n in names:
+            weight = from_tensors(n, written)
+            assert weight is not None
+            linears[n].weight.data = weight.weight.dequantize()
+
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        solved_late = []
         for group in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
             block = "self_attn." if group[0] in ("q_proj", "o_proj") else "mlp."
             names = [prefix + block + member for member in group]
-            x = inputs[names[0]].flatten(0, 1).double()
-            hessian = (x.T @ x / len(x)).float()
-            solved = solve_group({n: originals[f"{n}.weight"] for n in names}, hessian, settings)
+            x, y = input_of(model, names[0]), input_of(original, names[0])
+            drift = ((y - x).T @ x / len(x)).float() if correction else None
+            weights = {n: originals[f"{n}.weight"] for n in names}
+            solved = solve_group(weights, (x.T @ x / len(x)).float(), settings, drift)
             for n in names:
                 weight = from_tensors(n, written)
                 assert weight is not None
@@ -289,10 +297,10 @@ def test_road_is_the_one_a_person_would_walk(name: str, quantized: Outputs, mode
                 assert facts[n]["relative_error"] == pytest.approx(solved[n].relative_error, rel=0.02)
                 assert weight.input_scale is not None
                 assert weight.input_scale.item() * 2688 == pytest.approx(x.abs().max().item(), rel=1e-5)
-        for linear, module in linears.items():
-            weight = from_tensors(linear, written)
-            if linear.startswith(prefix) and weight is not None:
-                module.weight.data = weight.weight.dequantize()
+            if correction:
+                put_in(names)
+            solved_late += names
+        put_in(solved_late)
 
 
 def test_same_command_writes_the_same_bytes(
@@ -306,12 +314,12 @@ def test_same_command_writes_the_same_bytes(
 
 
 def test_w4a4_calibrates_later_layers_on_quantized_activations(quantized: Outputs):
-    """Catches a scheme that changes nothing, or that already changes the first layer."""
+    """Catches a scheme that changes nothing, or that already changes what no rounded linear comes before."""
     weight_only, both = tensors_of(quantized("mistral")), tensors_of(quantized("mistral", "scheme=w4a4"))
     differs = {name for name in both if bits(both[name]) != bits(weight_only[name])}
     assert any(name.startswith("model.layers.1.") for name in differs)
-    # in one layer every linear is calibrated on what the unquantized ones before it give
-    assert not any(name.startswith("model.layers.0.") for name in differs)
+    assert any(name.startswith("model.layers.0.self_attn.o_proj.") for name in differs)
+    assert not any(name.startswith("model.layers.0.self_attn.q_proj.") for name in differs)
 
 
 @pytest.mark.parametrize("layout", ["compressed_tensors", "modelopt"])

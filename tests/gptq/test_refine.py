@@ -20,6 +20,7 @@ from soar_prep.fouroversix.blocks import candidate_scales, tensor_scale_for
 from soar_prep.fouroversix.e2m1 import E2M1_VALUES
 from soar_prep.fouroversix.tensor import NVFP4Tensor, quantize_to_nvfp4
 from soar_prep.gptq import refine, triton_refine
+from soar_prep.gptq.hessian import factorize
 from soar_prep.gptq.solve import solve
 from soar_prep.settings import ScaleError, ScaleRule
 
@@ -50,7 +51,7 @@ def hessian_of(columns: int) -> Tensor:
 def gptq(weight: Tensor, hessian: Tensor, rule: ScaleRule) -> NVFP4Tensor:
     tensor_scale = tensor_scale_for(weight.abs().max(), rule, power_of_two=True)
     scales = quantize_to_nvfp4(weight, tensor_scale, rule, ScaleError.mse).block_scales
-    return solve(weight, hessian, scales, tensor_scale, 1e-6)[0]
+    return solve(weight, scales, tensor_scale, factorize(hessian, 1e-6))
 
 
 def losses(weight: Tensor, quantized: NVFP4Tensor, hessian: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from soar_prep.errors import UserError
 from soar_prep.fouroversix.blocks import tensor_scale_for
 from soar_prep.fouroversix.e2m1 import E2M1_VALUES
 from soar_prep.fouroversix.tensor import NVFP4Tensor, quantize_to_nvfp4
-from soar_prep.gptq.hessian import damped_diagonal
+from soar_prep.gptq.hessian import damped_diagonal, factorize
 from soar_prep.gptq.solve import Solved, solve, solve_group
 from soar_prep.settings import Method, Quantize, ScaleError, ScaleRule
 
@@ -82,8 +82,7 @@ def test_solver_is_the_textbook(rows: int, columns: int, ordered: bool):
     tensor_scale = tensor_scale_for(weight.abs().max(), ScaleRule.sweep, power_of_two=True)
     scales = quantize_to_nvfp4(weight, tensor_scale, ScaleRule.sweep, ScaleError.mse).block_scales
     order = torch.argsort(hessian.diagonal(), descending=True) if ordered else torch.arange(columns)
-    got, damping = solve(weight, hessian, scales, tensor_scale, 0.01, order if ordered else None)
-    assert damping == 0.01
+    got = solve(weight, scales, tensor_scale, factorize(hessian, 0.01, order if ordered else None))
     expected = textbook_gptq(weight, hessian, got, 0.01, order)
     # A number within fp32 rounding of a midpoint may fall the other way, and changes its row from there on.
     is_same = (got.dequantize().double() == expected).all(dim=1)
@@ -174,6 +173,40 @@ def test_a_member_is_solved_as_if_alone():
     for name, weight in weights.items():
         alone: Solved = solve_group({name: weight}, hessian_of(48), settings())[name]
         assert bits(alone.weight) == bits(together[name].weight)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("correction", [0.3, 1.0])
+def test_target_is_the_least_squares_fit_to_the_sources_outputs(correction: float, act_order: bool):
+    """Catches a drift taken the wrong way round, columns in the wrong order, another damping than the solve's."""
+    weight, x = gaussian(17, 48, 13), gaussian(400, 48, 14) @ gaussian(48, 48, 15)
+    y = x + 0.3 * gaussian(400, 48, 16) @ gaussian(48, 48, 17)
+    hessian, drift = x.T @ x / 400, (y - x).T @ x / 400
+    options = settings(correction=correction, act_order=act_order)
+    solved = solve_group({"a": weight}, hessian, options, drift)["a"]
+    # min |W Y - V X|^2 + damping |V - W|^2, as one least squares problem in float64
+    strength = (0.01 * hessian.diagonal().mean() * 400).sqrt().double()
+    inputs = torch.cat([x.double(), strength * torch.eye(48)])
+    outputs = torch.cat([y.double(), strength * torch.eye(48)]) @ weight.double().T
+    fitted = torch.linalg.lstsq(inputs, outputs).solution.T
+    target = ((1 - correction) * weight.double() + correction * fitted).float()
+    expected = solve_group({"a": target}, hessian, options)["a"]
+    same = (solved.weight.dequantize() == expected.weight.dequantize()).float().mean()
+    assert same > 0.99
+    assert solved.weight.tensor_scale == expected.weight.tensor_scale
+
+
+def test_correction_brings_outputs_nearer_to_the_sources():
+    """Catches a correction that is computed and lost: the output error must fall by a third under a strong drift."""
+    weight, x = gaussian(64, 144, 18), gaussian(2000, 144, 19)
+    y = x + 0.3 * gaussian(2000, 144, 20) + 0.3 * x @ gaussian(144, 144, 21) / 12
+    hessian, drift = x.T @ x / 2000, (y - x).T @ x / 2000
+
+    def error(drift: Tensor | None) -> float:
+        solved = solve_group({"a": weight}, hessian, settings(correction=1.0), drift)["a"]
+        return (y @ weight.T - x @ solved.weight.dequantize().T).square().mean().item()
+
+    assert error(drift) < 0.67 * error(None)
 
 
 def test_hopeless_hessian_is_an_error():
