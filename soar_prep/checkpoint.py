@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class Checkpoint:
     def check_and_hash(self) -> dict[str, str]:
         """Read every shard once: sha256 of each file; a NaN or infinity in any weight is a UserError that names it."""
         files = sorted(set(self.files.values()))
-        with ThreadPoolExecutor(max_workers=4) as pool:
+        with ThreadPoolExecutor(max_workers=8) as pool:
             hashes = pool.map(self._check_shard, files)
             return dict(zip(files, hashes, strict=True)) | {"config.json": sha256(self.directory / "config.json")}
 
@@ -163,6 +163,8 @@ class PartialOutput:
                 f"output={output}: another run is writing {self.directory}; wait for it or stop it"
             ) from None
         self._keep_or_check_identity(identity)
+        self._behind = ThreadPoolExecutor(max_workers=1)
+        self._pending: Future[None] | None = None
 
     @classmethod
     def joined(cls, output: Path, parts: int, stem: str = "model") -> "PartialOutput":
@@ -216,6 +218,17 @@ class PartialOutput:
         kept = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": shapes, "record": record}
         write_json(self.directory / f"part-{part:05d}.json", kept)
 
+    def write_behind(self, part: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+        """`write` while the caller goes on, one part at a time; what goes wrong is raised by the next call."""
+        self.wait()
+        self._pending = self._behind.submit(self.write, part, {name: t.cpu() for name, t in tensors.items()}, record)
+
+    def wait(self) -> None:
+        """Until all parts are on disk."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
     def written(self) -> list[dict[str, Any]]:
         """Of every part its file's name, sha256 and record: `finish` drops them."""
         kept = [read_json(self.directory / f"part-{part:05d}.json") for part in range(self.parts)]
@@ -223,6 +236,7 @@ class PartialOutput:
 
     def complete(self, config: dict[str, Any], source: Checkpoint, extra: dict[str, dict[str, Any]]) -> None:
         """Write index, config.json, `extra` JSON files and the source's side files: all but the final name."""
+        self.wait()
         weight_map: dict[str, str] = {}
         total = 0
         for part in range(self.parts):

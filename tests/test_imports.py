@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "soar_prep"
 # Reading order: a module imports only from earlier groups, or from its own package.
 ORDER = [
-    ["errors"],
+    ["errors", "processes"],
     ["settings"],
     ["fouroversix"],
     ["layouts"],

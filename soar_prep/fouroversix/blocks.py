@@ -127,10 +127,10 @@ def tree_sum(x: Tensor) -> Tensor:
     return x.squeeze(-1)
 
 
-def share_of_fours(weight: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> float:
-    """Share of blocks whose maximum is stored nearer to 4 than to 6: s above sqrt(1.5) * m / 6 / t.
+def share_of_fours(weight: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> Tensor:
+    """Each row's share of blocks whose maximum is stored nearer to 4 than to 6, fp32 [N]: s > sqrt(1.5) * m / 6 / t.
 
     Under four_over_six these are exactly the blocks that took the 4.
     """
     ideal = over_six(weight.float().unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1)) / tensor_scale
-    return (block_scales.float() > 1.5**0.5 * ideal).float().mean().item()
+    return (block_scales.float() > 1.5**0.5 * ideal).float().mean(dim=-1)

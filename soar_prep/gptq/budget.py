@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from accelerate import PartialState
 
 from soar_prep.checkpoint import Checkpoint
 from soar_prep.errors import UserError
@@ -21,7 +22,7 @@ GIB = 2**30
 class Budget:
     """Bytes. On a machine without a GPU `device` is main memory and holds the activations as well."""
 
-    activations: int  # hidden states of all calibration windows; the source's own as well where targets are corrected
+    activations: int  # hidden states of this process's calibration windows, and what is kept of a layer beside them
     layer: int  # one decoder layer, as read and as quantized
     hessians: int  # of one layer, and the workspace of the largest solve
     rest: int  # embeddings, last norm, head
@@ -86,9 +87,10 @@ def plan_budget(
     widths = [linears[group[0]].in_features for group in plan.groups]
     heights = [sum(linears[name].out_features for name in group) for group in plan.groups]
     largest_solve = max(((4 * k * k + 8 * n * k) * 4 for k, n in zip(widths, heights, strict=True)), default=0)
-    # corrected targets take a drift beside each Hessian, but one group of linears at a time
-    streams = 2 if settings.corrects_targets else 1
-    hessians = 8 * max(widths, default=0) ** 2 if streams == 2 else sum(4 * k * k for k in widths)
+    # Corrected targets: the source's hidden states as well, of both what the attention gives; a drift beside a
+    # Hessian, but one group of linears at a time.
+    states = 4 if settings.corrects_targets else 1
+    hessians = 8 * max(widths, default=0) ** 2 if settings.corrects_targets else sum(4 * k * k for k in widths)
     text_config = model.model.config.get_text_config()
     batch = max(settings.compute.batch_tokens, windows.token_ids.shape[1])
     width = 6 * model.hidden_size + 3 * getattr(text_config, "intermediate_size", 4 * model.hidden_size)
@@ -102,7 +104,7 @@ def plan_budget(
     existing = next(p for p in (output, *output.absolute().parents) if p.exists())
     written = sum(p.stat().st_size for p in output.with_name(output.name + ".partial").glob("*.safetensors"))
     return Budget(
-        activations=streams * windows.token_ids.numel() * model.hidden_size * item,
+        activations=states * windows.token_ids.numel() * model.hidden_size * item // PartialState().num_processes,
         layer=2 * layer_elements * item,
         hessians=hessians + largest_solve,
         rest=rest * item,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from soar_prep.errors import UserError
+from soar_prep.processes import all_sum, in_turn
 
 PANEL = 512  # columns a product; only the lower triangle's panels are formed
 
@@ -40,6 +41,14 @@ class InputStatistics:
         add_product(self.sum, rows, rows, lower_only=True)
         if self.drift_sum is not None and source is not None:
             add_product(self.drift_sum, source.reshape(x.shape)[mask] - rows, rows)
+
+    def gather(self) -> None:
+        """With several processes: what all of them have seen, each its turn of the batches."""
+        all_sum(self.sum)
+        if self.drift_sum is not None:
+            all_sum(self.drift_sum)
+        self.tokens = int(all_sum(torch.tensor(self.tokens, device=self.sum.device)))
+        self._largest = [x.to(self.sum.device) for x in in_turn([x.cpu() for x in self._largest])]
 
     def largest_by_sample(self) -> Tensor:
         """Largest |x| of each sample, fp32 [n]; not finite where a sample's activations are not."""

@@ -1,11 +1,12 @@
 """The quantize road: every step from a Hugging Face directory to an NVFP4 checkpoint, in order."""
 
 import copy
-from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 
 from soar_prep.checkpoint import Checkpoint, PartialOutput, find_model, refuse_existing
@@ -14,22 +15,28 @@ from soar_prep.fouroversix.tensor import input_scale_for
 from soar_prep.gptq.budget import plan_budget
 from soar_prep.gptq.hessian import InputStatistics
 from soar_prep.gptq.layers import check_layers, plan_layer
+from soar_prep.gptq.passes import LayerPasses
 from soar_prep.gptq.report_page import write_page
 from soar_prep.gptq.solve import solve_group
 from soar_prep.layouts import QuantizedWeight, from_tensors, quantization_config, side_configs, to_tensors
+from soar_prep.processes import from_main
 from soar_prep.quality import Quality, check_gate, measure, quality_lines
 from soar_prep.report import Progress, environment, plain
 from soar_prep.settings import Quantize, Scheme
 from soar_prep.streaming import StreamedModel, linears_of, quantized_inputs
 from soar_prep.text import Windows, load_tokenizer, load_windows
 
+PATIENCE = timedelta(days=1)  # of processes that wait for the main one, which measures the quality alone
+
 
 @torch.no_grad()
 def quantize(settings: Quantize) -> Path:
     """Quantize settings.model into settings.output and return that directory.
 
-    Raises UserError for anything the user can mend, most of it before heavy work. Interrupted, it resumes.
+    Raises UserError for anything the user can mend, most of it before heavy work. Interrupted, it resumes. With several
+    processes every one of them calls this: each runs its turn of the calibration batches and solves its share of rows.
     """
+    processes = PartialState(cpu=settings.compute.device == "cpu", timeout=PATIENCE)
     source = open_source(settings)
     model = StreamedModel(source, settings.compute, settings.trust_remote_code)
     check_layers(model, settings.keep_unquantized)
@@ -37,36 +44,58 @@ def quantize(settings: Quantize) -> Path:
     hashes = source.check_and_hash()
     first_plan = plan_layer(model, 0, model.load_layer(0), settings.keep_unquantized)
     budget = plan_budget(settings, source, model, first_plan, windows)
-    print(*budget.lines(), sep="\n", flush=True)
+    say(*budget.lines())
     budget.check()
-    output = PartialOutput(Path(settings.output), identity(settings, hashes, windows), parts=len(model.layers) + 1)
-    progress = Progress(output.directory, len(model.layers), "layer", settings.wandb, plain(settings))
+    output = open_output(settings, identity(settings, hashes, windows), len(model.layers) + 1)
+    progress = None
+    if processes.is_main_process:
+        progress = Progress(output.directory, len(model.layers), "layer", settings.wandb, plain(settings))
+        if output.record(0) is None:
+            output.write(0, tensors_outside_layers(source, model), record={})
 
-    if output.record(0) is None:
-        output.write(0, tensors_outside_layers(source, model), record={})
+    batches = list(windows.batches(settings.compute.batch_tokens))[processes.process_index :: processes.num_processes]
+    masks = [windows.mask[batch] for batch in batches]
     store = model.device if budget.keep_activations_on_gpu else torch.device("cpu")
-    batches = list(windows.batches(settings.compute.batch_tokens))
     hidden = [model.embed(windows.token_ids[batch]).to(store) for batch in batches]
     reference = list(hidden) if settings.corrects_targets else None
-    calibration = Calibration(hidden, reference, [windows.mask[batch] for batch in batches])
     records = []
     for index in range(len(model.layers)):
-        layer = model.load_layer(index)
-        record = output.record(index + 1)
+        layer, prefix = model.load_layer(index), model.layer_prefix(index)
+        ours = LayerPasses(model, index, copy.deepcopy(layer), hidden)
+        sources = None if reference is None else LayerPasses(model, index, layer, reference)
+        record = from_main(output.record(index + 1))
         if record is None:
-            record, tensors = quantize_layer(source, model, index, layer, calibration, settings)
-            output.write(index + 1, tensors, record)
-        is_last = index + 1 == len(model.layers)
-        if reference and not is_last:
-            propagate(model, index, layer, {}, reference)
-        tensors = output.read(index + 1)
-        input_scales = replace_weights(layer, model.layer_prefix(index), tensors, model.dtype)
-        if not is_last:
-            propagate(model, index, layer, input_scales if settings.scheme is Scheme.w4a4 else {}, hidden)
-        progress.step(*layer_figures(record))
+            record, tensors, input_scales = quantize_layer(source, ours, sources, masks, settings)
+            if processes.is_main_process:
+                output.write_behind(index + 1, tensors, record)
+        else:
+            input_scales = replace_weights(ours.layer, prefix, output.read(index + 1), model.dtype)
+        if index + 1 < len(model.layers):
+            with quantized_inputs(ours.layer, input_scales if settings.scheme is Scheme.w4a4 else {}):
+                ours.advance()
+            if sources is not None:
+                sources.advance()
+        if progress is not None:
+            progress.step(*layer_figures(record))
         records.append(record)
-    del hidden, reference, calibration, layer
+    del hidden, reference, ours, sources, layer
+    if progress is not None:
+        finish(settings, source, model, output, progress, windows, held_out, hashes, records)
+    return output.output
 
+
+def finish(
+    settings: Quantize,
+    source: Checkpoint,
+    model: StreamedModel,
+    output: PartialOutput,
+    progress: Progress,
+    windows: Windows,
+    held_out: Windows,
+    hashes: dict[str, str],
+    records: list[dict[str, Any]],
+) -> None:
+    """Config, index and side files; the quality of what is written; report; the final name."""
     ignore = unquantized_linears(model, records)
     output.complete(
         source.config
@@ -76,7 +105,7 @@ def quantize(settings: Quantize) -> Path:
     )
     written = Checkpoint(output.directory)
     quality = measure(model, written, held_out, settings.compute)
-    print(*quality_lines(quality), sep="\n", flush=True)
+    say(*quality_lines(quality))
     check_gate(quality[settings.scheme.value], settings.gate, output.directory)
     facts = run_facts(settings, model.device, hashes, windows, held_out, records, quality)
     facts |= {"source_bytes": source.size(), "output_bytes": written.size()}
@@ -84,7 +113,19 @@ def quantize(settings: Quantize) -> Path:
     write_page(output.directory / "report.html", facts, progress.elapsed())
     progress.close({f"{scheme}_kl": q.kl for scheme, q in quality.items()})
     output.finish()
-    return output.output
+
+
+def say(*lines: str) -> None:
+    if PartialState().is_main_process:
+        print(*lines, sep="\n", flush=True)
+
+
+def open_output(settings: Quantize, identity: dict[str, Any], parts: int) -> PartialOutput:
+    """The main process opens the directory, and alone writes to it; the others read what it finds there."""
+    if PartialState().is_main_process:
+        output = PartialOutput(Path(settings.output), identity, parts)
+    PartialState().wait_for_everyone()
+    return output if PartialState().is_main_process else PartialOutput.joined(Path(settings.output), parts)
 
 
 def open_source(settings: Quantize) -> Checkpoint:
@@ -113,7 +154,7 @@ def load_texts(settings: Quantize, model: StreamedModel) -> tuple[Windows, Windo
             f"{model.vocab_size} tokens; do both belong together?"
         )
     wanted = settings.calibration.samples
-    print(
+    say(
         f"calibration: {len(windows)} of {wanted} windows, {windows.n_tokens} tokens, {windows.truncated} cut at "
         f"{settings.calibration.length}; evaluation: {len(held_out)} windows, {held_out.n_tokens} tokens"
     )
@@ -136,72 +177,66 @@ def tensors_outside_layers(source: Checkpoint, model: StreamedModel) -> dict[str
     return {name: source[name] for name in names if name not in tied}
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What the next layer is given, batch by batch, each [B, T, D]: by the quantized layers before it, and by the
-    source's own if targets are corrected. masks: bool [B, T], True on real tokens."""
-
-    hidden: list[Tensor]
-    reference: list[Tensor] | None
-    masks: list[Tensor]
-
-
 def quantize_layer(
     source: Checkpoint,
-    model: StreamedModel,
-    index: int,
-    layer: nn.Module,
-    calibration: Calibration,
+    ours: LayerPasses,
+    sources: LayerPasses | None,
+    masks: list[Tensor],
     settings: Quantize,
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Solve one decoder layer: its record for run.json, and all its tensors as the file will hold them.
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """Solve one decoder layer and put the result into `ours`.
 
-    With corrected targets each group of linears is solved on what those before it in the layer, already rounded, give;
-    without, all are solved on what the layer gives as it is.
+    Returns its record for run.json, all its tensors as the file will hold them, and the activation scales by linear.
+
+    ours: the layer, on what the quantized layers before it give; sources: the source's, on what the source's give, if
+    targets are corrected; masks: bool [B, T] of each batch, True on real tokens. With corrected targets each group of
+    linears is solved on what those before it in the layer, already rounded, give; without, all are solved on what the
+    layer gives as it is.
     """
-    prefix = model.layer_prefix(index)
-    plan = plan_layer(model, index, layer, settings.keep_unquantized)
-    ours = copy.deepcopy(layer) if calibration.reference else layer
-    stages = [[group] for group in plan.groups] if calibration.reference else [plan.groups]
+    model = ours.model
+    prefix = model.layer_prefix(ours.index)
+    plan = plan_layer(model, ours.index, ours.layer, settings.keep_unquantized)
+    stages = [plan.groups] if sources is None else [[group] for group in plan.groups]
     tensors = {name: source[name] for name in source.names(prefix)}
     record: dict[str, Any] = {"linears": {}, "kept": {prefix + name: reason for name, reason in plan.kept.items()}}
     input_scales: dict[str, Tensor] = {}
+    final = set(plan.kept)
+    if sources is not None:
+        sources.settle(linears_of(sources.layer))
     for groups in stages:
-        with quantized_inputs(ours, input_scales if settings.scheme is Scheme.w4a4 else {}):
-            statistics = collect_statistics(model, index, ours, layer, groups, calibration)
+        with quantized_inputs(ours.layer, input_scales if settings.scheme is Scheme.w4a4 else {}):
+            statistics = collect_statistics(ours, sources, groups, masks)
+        solved: dict[str, Tensor] = {}
         for group in groups:
             inputs = statistics.pop(group)
             input_scale = input_scale_for(finite_largest(inputs, prefix + group[0]))
             weights = {name: tensors.pop(f"{prefix}{name}.weight").to(model.device) for name in group}
-            for name, solved in solve_group(weights, inputs.hessian(), settings, inputs.drift()).items():
-                quantized = QuantizedWeight(solved.weight, None if settings.weight_only_config else input_scale)
-                tensors |= to_tensors(prefix + name, quantized, settings.export)
-                record["linears"][prefix + name] = solved.facts() | {"input_scale": input_scale.item()}
-        if calibration.reference:
-            input_scales = replace_weights(ours, prefix, tensors, model.dtype)
-    return record, tensors
+            for name, result in solve_group(weights, inputs.hessian(), settings, inputs.drift()).items():
+                quantized = QuantizedWeight(result.weight, None if settings.weight_only_config else input_scale)
+                solved |= to_tensors(prefix + name, quantized, settings.export)
+                record["linears"][prefix + name] = result.facts() | {"input_scale": input_scale.item()}
+            final |= set(group)
+        tensors |= solved
+        input_scales |= replace_weights(ours.layer, prefix, solved, model.dtype)
+        ours.settle(final)
+    return record, tensors, input_scales
 
 
 def collect_statistics(
-    model: StreamedModel,
-    index: int,
-    ours: nn.Module,
-    layer: nn.Module,
-    groups: list[tuple[str, ...]],
-    calibration: Calibration,
+    ours: LayerPasses, sources: LayerPasses | None, groups: list[tuple[str, ...]], masks: list[Tensor]
 ) -> dict[tuple[str, ...], InputStatistics]:
-    """Hessian, and drift if targets are corrected, of each shared input; ours: the layer as far as it is rounded."""
-    columns = {group: linears_of(layer)[group[0]].in_features for group in groups}
-    reference: list[Any] = calibration.reference or [None] * len(calibration.hidden)
-    with_drift = calibration.reference is not None
-    statistics = {group: InputStatistics(width, model.device, with_drift) for group, width in columns.items()}
+    """Hessian, and drift from the source's if that is given, of each shared input."""
+    device, columns = ours.model.device, linears_of(ours.layer)
+    statistics = {g: InputStatistics(columns[g[0]].in_features, device, sources is not None) for g in groups}
     names = [group[0] for group in groups]
-    for h, r, mask in zip(calibration.hidden, reference, calibration.masks, strict=True):
-        real = mask.to(model.device)
-        inputs = model.linear_inputs(index, ours, h.to(model.device), names)
-        sources = {} if r is None else model.linear_inputs(index, layer, r.to(model.device), names)
+    for batch, mask in enumerate(masks):
+        real = mask.to(device)
+        inputs = ours.linear_inputs(batch, names)
+        references = {} if sources is None else sources.linear_inputs(batch, names)
         for group in groups:
-            statistics[group].add(inputs[group[0]], real, sources.get(group[0]))
+            statistics[group].add(inputs[group[0]], real, references.get(group[0]))
+    for each in statistics.values():
+        each.gather()
     return statistics
 
 
@@ -229,15 +264,6 @@ def replace_weights(layer: nn.Module, prefix: str, tensors: dict[str, Tensor], d
         if quantized.input_scale is not None:
             input_scales[name] = quantized.input_scale.to(device)
     return input_scales
-
-
-def propagate(
-    model: StreamedModel, index: int, layer: nn.Module, input_scales: dict[str, Tensor], hidden: list[Tensor]
-) -> None:
-    """Turn each batch of `hidden` into the quantized layer's output, in place in the list."""
-    with quantized_inputs(layer, input_scales):
-        for batch, h in enumerate(hidden):
-            hidden[batch] = model.run_layer(index, layer, h.to(model.device)).to(h.device)
 
 
 def unquantized_linears(model: StreamedModel, records: list[dict[str, Any]]) -> list[str]:

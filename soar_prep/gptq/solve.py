@@ -27,6 +27,7 @@ from soar_prep.fouroversix.e2m1 import encode_e2m1, pack_codes, round_to_e2m1
 from soar_prep.fouroversix.tensor import NVFP4Tensor, quantize_to_nvfp4
 from soar_prep.gptq.hessian import Factor, damped_diagonal, factorize
 from soar_prep.gptq.refine import refine
+from soar_prep.processes import all_max, all_rows, my_rows
 from soar_prep.settings import Method, Quantize
 
 LAZY_COLUMNS = 128  # columns whose errors reach the rest of the matrix in one product
@@ -57,40 +58,45 @@ def solve_group(
 ) -> dict[str, Solved]:
     """Quantize linears that share one input: weights [N_i, K] by name, hessian fp32 [K, K].
 
-    drift: fp32 [K, K], if the targets are to be corrected by it; see above.
+    drift: fp32 [K, K], if the targets are to be corrected by it; see above. Several processes each solve their share of
+    the rows, which do not depend on each other, and all get all.
     """
     stacked = torch.cat([weight.float() for weight in weights.values()])
+    count = len(stacked)
+    w = stacked[my_rows(count)]
     diagonal = damped_diagonal(hessian, settings.damping)
     factor = None
     if settings.method is Method.gptq:
         order = torch.argsort(diagonal, descending=True, stable=True) if settings.act_order else None
         factor = factorize(hessian, settings.damping, order)
         if drift is not None:
-            stacked += settings.correction * factor.times_inverse(stacked @ drift)
-    tensor_scale = tensor_scale_for(stacked.abs().max(), settings.scale_rule, settings.power_of_two)
-    quantize = quantizer_for(stacked.device)
-    quantized = quantize(stacked, tensor_scale, settings.scale_rule, settings.scale_error, diagonal)
+            w = w + settings.correction * factor.times_inverse(w @ drift)
+    tensor_scale = tensor_scale_for(all_max(w.abs().max()), settings.scale_rule, settings.power_of_two)
+    quantize = quantizer_for(w.device)
+    quantized = quantize(w, tensor_scale, settings.scale_rule, settings.scale_error, diagonal)
     if factor is not None:
-        quantized = solve(stacked, quantized.block_scales, tensor_scale, factor)
+        quantized = solve(w, quantized.block_scales, tensor_scale, factor)
         if settings.refine_passes:
             damped = hessian.clone()
             damped.diagonal().copy_(damped_diagonal(hessian, factor.damping))
-            quantized = refine(stacked, quantized, damped, settings.scale_rule, settings.refine_passes)
-    difference = stacked - quantized.dequantize()
-    lost = ((difference @ hessian) * difference).sum(dim=1)
-    whole = ((stacked @ hessian) * stacked).sum(dim=1)
+            quantized = refine(w, quantized, damped, settings.scale_rule, settings.refine_passes)
+    difference = w - quantized.dequantize()
+    lost = all_rows(((difference @ hessian) * difference).sum(dim=1), count)
+    whole = all_rows(((w @ hessian) * w).sum(dim=1), count)
+    fours = all_rows(share_of_fours(w, quantized.block_scales, tensor_scale), count)
+    codes = all_rows(quantized.codes, count)
+    block_scales = all_rows(quantized.block_scales.view(torch.uint8), count).view(torch.float8_e4m3fn)
 
     solved, start = {}, 0
     for name, weight in weights.items():
         rows = slice(start, start + len(weight))
         start += len(weight)
-        part = NVFP4Tensor(quantized.codes[rows], quantized.block_scales[rows], tensor_scale)
         solved[name] = Solved(
-            weight=part,
+            weight=NVFP4Tensor(codes[rows], block_scales[rows], tensor_scale),
             method=settings.method.value,
             damping=None if factor is None else factor.damping,
             relative_error=(lost[rows].sum() / whole[rows].sum().clamp(min=1e-30)).item(),
-            share_of_fours=share_of_fours(stacked[rows], part.block_scales, tensor_scale),
+            share_of_fours=fours[rows].mean().item(),
         )
     return solved
 
