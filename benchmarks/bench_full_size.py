@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerFast
 from soar_prep.checkpoint import Checkpoint, PartialOutput
 from soar_prep.gptq import quantize as road
 from soar_prep.gptq import solve
-from soar_prep.gptq.hessian import InputStatistics
+from soar_prep.gptq.hessian import Factor, InputStatistics
+from soar_prep.gptq.passes import LayerPasses
 from soar_prep.report import environment
 from soar_prep.sala import MiniCPMSALAConfig, MiniCPMSALAForCausalLM
 from soar_prep.settings import Quantize, TextSource
@@ -37,15 +38,15 @@ from soar_prep.streaming import StreamedModel, pick_device
 PARTS = (
     (Checkpoint, "check_and_hash", "source read and hashed"),
     (StreamedModel, "load_layer", "layers read"),
-    (road, "collect_statistics", "forward pass for the statistics"),
-    (InputStatistics, "add", "Hessians"),
-    (solve, "quantizer_for", "block scales"),
+    (LayerPasses, "linear_inputs", "forward passes for the statistics"),
+    (InputStatistics, "add", "Hessians and drifts"),
     (solve, "factorize", "factors"),
+    (Factor, "times_inverse", "targets corrected"),
+    (solve, "quantizer_for", "block scales"),
     (solve, "round_columns", "columns"),
     (road, "solve_group", "solver's rest"),
-    (road, "propagate", "forward pass, quantized"),
-    (PartialOutput, "write", "shards written"),
-    (PartialOutput, "read", "shards read"),
+    (LayerPasses, "advance", "forward passes to the next layer"),
+    (PartialOutput, "write_behind", "waiting for shards to be written"),
     (road, "replace_weights", "weights dequantized"),
     (road, "measure", "quality measured"),
 )
@@ -101,6 +102,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--correction", type=float, default=Quantize.correction)
     arguments = parser.parse_args()
     source, output = arguments.directory / "source", arguments.directory / "nvfp4"
     began = time.perf_counter()
@@ -115,6 +117,7 @@ def main() -> None:
         text.source, text.path = TextSource.tokens, str(source / "tokens.npy")
         text.samples, text.length = samples, arguments.length
     settings.compute.batch_tokens = arguments.batch_tokens
+    settings.correction = arguments.correction
     device = pick_device(settings.compute)
     clock = Clock(device)
     began = time.perf_counter()
@@ -185,7 +188,10 @@ def report(
     facts = environment(device)
     print(f"\n{facts['device']}, {', '.join(f'{k} {v}' for k, v in facts['packages'].items())}, {facts['commit']}")
     tokens = arguments.samples * arguments.length
-    print(f"{arguments.layers} layers of hidden size {arguments.hidden}, {tokens:,} calibration tokens\n")
+    print(
+        f"{arguments.layers} layers of hidden size {arguments.hidden}, {tokens:,} calibration tokens, "
+        f"correction={arguments.correction}\n"
+    )
     print("| part | seconds | share |\n|---|---|---|")
     rest = whole - sum(clock.seconds.values())
     for name, seconds in sorted((clock.seconds | {"everything else": rest}).items(), key=lambda x: -x[1]):

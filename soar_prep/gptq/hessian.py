@@ -17,7 +17,8 @@ from torch import Tensor
 from soar_prep.errors import UserError
 from soar_prep.processes import all_sum, in_turn
 
-PANEL = 512  # columns a product; only the lower triangle's panels are formed
+PANELS = 8  # products for the lower triangle of a Hessian: more of them compute less that is not meant, but slower
+TILE = 64  # columns of a panel are a multiple of it
 
 
 class InputStatistics:
@@ -75,14 +76,27 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, lower_only: bool = F
     in_tensor_cores = left.is_cuda and left.dtype != torch.float32
     if not in_tensor_cores:
         left, right = left.float(), right.float()
-    for start in range(0, columns, PANEL):
-        stop = min(start + PANEL, columns)
+    width = -(-columns // (PANELS * TILE)) * TILE
+    for start in range(0, columns, width):
+        stop = min(start + width, columns)
         end = stop if lower_only else columns
         rows, target = left[:, start:stop].T, total[start:stop, :end]
         if in_tensor_cores:
             target += torch.mm(rows, right[:, :end], out_dtype=torch.float32)
         else:
             target.addmm_(rows, right[:, :end])
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, fp32, where three digits will do: on a GPU by tensor cores, in TF32."""
+    if not a.is_cuda:
+        return a @ b
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        return a @ b
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 @dataclass(frozen=True)
@@ -95,9 +109,9 @@ class Factor:
 
     def times_inverse(self, x: Tensor) -> Tensor:
         """x (H + damping)^-1, fp32 [N, K], the columns of x and of the result where the weight has them."""
-        product = torch.empty_like(x)
-        product[:, self.order] = x[:, self.order] @ self.upper.T @ self.upper
-        return product
+        result = torch.empty_like(x)
+        result[:, self.order] = product(product(x[:, self.order], self.upper.T), self.upper)
+        return result
 
 
 def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> Factor:

@@ -51,7 +51,7 @@ def quantize(settings: Quantize) -> Path:
     if processes.is_main_process:
         progress = Progress(output.directory, len(model.layers), "layer", settings.wandb, plain(settings))
         if output.record(0) is None:
-            output.write(0, tensors_outside_layers(source, model), record={})
+            output.write_behind(0, tensors_outside_layers(source, model), record={})
 
     batches = list(windows.batches(settings.compute.batch_tokens))[processes.process_index :: processes.num_processes]
     masks = [windows.mask[batch] for batch in batches]
@@ -200,7 +200,7 @@ def quantize_layer(
     tensors = {name: source[name] for name in source.names(prefix)}
     record: dict[str, Any] = {"linears": {}, "kept": {prefix + name: reason for name, reason in plan.kept.items()}}
     input_scales: dict[str, Tensor] = {}
-    final = set(plan.kept)
+    linears, final = linears_of(ours.layer), set(plan.kept)
     if sources is not None:
         sources.settle(linears_of(sources.layer))
     for groups in stages:
@@ -210,7 +210,7 @@ def quantize_layer(
         for group in groups:
             inputs = statistics.pop(group)
             input_scale = input_scale_for(finite_largest(inputs, prefix + group[0]))
-            weights = {name: tensors.pop(f"{prefix}{name}.weight").to(model.device) for name in group}
+            weights = {name: as_in_file(linears[name].weight, tensors.pop(f"{prefix}{name}.weight")) for name in group}
             for name, result in solve_group(weights, inputs.hessian(), settings, inputs.drift()).items():
                 quantized = QuantizedWeight(result.weight, None if settings.weight_only_config else input_scale)
                 solved |= to_tensors(prefix + name, quantized, settings.export)
@@ -220,6 +220,11 @@ def quantize_layer(
         input_scales |= replace_weights(ours.layer, prefix, solved, model.dtype)
         ours.settle(final)
     return record, tensors, input_scales
+
+
+def as_in_file(weight: Tensor, stored: Tensor) -> Tensor:
+    """The stored weight on the device of the loaded one, which saves the way there if nothing was cast."""
+    return weight if weight.dtype == stored.dtype else stored.to(weight.device)
 
 
 def collect_statistics(

@@ -25,7 +25,7 @@ from torch import Tensor
 from soar_prep.fouroversix.blocks import BLOCK, share_of_fours, tensor_scale_for
 from soar_prep.fouroversix.e2m1 import encode_e2m1, pack_codes, round_to_e2m1
 from soar_prep.fouroversix.tensor import NVFP4Tensor, quantize_to_nvfp4
-from soar_prep.gptq.hessian import Factor, damped_diagonal, factorize
+from soar_prep.gptq.hessian import Factor, damped_diagonal, factorize, product
 from soar_prep.gptq.refine import refine
 from soar_prep.processes import all_max, all_rows, my_rows
 from soar_prep.settings import Method, Quantize
@@ -70,7 +70,7 @@ def solve_group(
         order = torch.argsort(diagonal, descending=True, stable=True) if settings.act_order else None
         factor = factorize(hessian, settings.damping, order)
         if drift is not None:
-            w = w + settings.correction * factor.times_inverse(w @ drift)
+            w = w + settings.correction * factor.times_inverse(product(w, drift))
     tensor_scale = tensor_scale_for(all_max(w.abs().max()), settings.scale_rule, settings.power_of_two)
     quantize = quantizer_for(w.device)
     quantized = quantize(w, tensor_scale, settings.scale_rule, settings.scale_error, diagonal)
@@ -81,8 +81,8 @@ def solve_group(
             damped.diagonal().copy_(damped_diagonal(hessian, factor.damping))
             quantized = refine(w, quantized, damped, settings.scale_rule, settings.refine_passes)
     difference = w - quantized.dequantize()
-    lost = all_rows(((difference @ hessian) * difference).sum(dim=1), count)
-    whole = all_rows(((w @ hessian) * w).sum(dim=1), count)
+    lost = all_rows((product(difference, hessian) * difference).sum(dim=1), count)
+    whole = all_rows((product(w, hessian) * w).sum(dim=1), count)
     fours = all_rows(share_of_fours(w, quantized.block_scales, tensor_scale), count)
     codes = all_rows(quantized.codes, count)
     block_scales = all_rows(quantized.block_scales.view(torch.uint8), count).view(torch.float8_e4m3fn)

@@ -30,7 +30,7 @@ def statistics_of(x: Tensor, mask: Tensor | None = None) -> InputStatistics:
 @pytest.mark.parametrize("columns", [16, 32, 48, 80])
 def test_panels_make_up_the_whole_product(tokens: int, columns: int, monkeypatch: pytest.MonkeyPatch):
     """Catches a panel that is skipped, doubled or transposed, and a forgotten division by the tokens."""
-    monkeypatch.setattr(hessian_module, "PANEL", 32)
+    monkeypatch.setattr(hessian_module, "TILE", 2)
     x = correlated(3 * tokens, columns).view(3, tokens, columns)
     statistics = statistics_of(x)
     got = statistics.hessian()
