@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +26,25 @@ from soar_prep.settings import Compute, Evaluation, Method, Quantize, ScaleError
 from soar_prep.streaming import StreamedModel, pick_device
 from soar_prep.text import Windows
 
-RTN, GPTQ = Method.round_to_nearest, Method.gptq
-RECIPES = {
-    "rtn-six": (RTN, ScaleRule.six, ScaleError.mse),
-    "rtn-4/6": (RTN, ScaleRule.four_over_six, ScaleError.mse),
-    "gptq-six": (GPTQ, ScaleRule.six, ScaleError.mse),
-    "gptq-4/6-mse": (GPTQ, ScaleRule.four_over_six, ScaleError.mse),
-    "gptq-4/6-hessian": (GPTQ, ScaleRule.four_over_six, ScaleError.hessian_diag),
-    "gptq-sweep-hessian": (GPTQ, ScaleRule.sweep, ScaleError.hessian_diag),
-    "gptq-sweep-hessian-w4a4": (GPTQ, ScaleRule.sweep, ScaleError.hessian_diag),
+RTN = {"method": Method.round_to_nearest}
+SIX = {"scale_rule": ScaleRule.six, "scale_error": ScaleError.mse}
+FOUR_OVER_SIX = {"scale_rule": ScaleRule.four_over_six, "scale_error": ScaleError.mse}
+AS_IT_IS = {"correction": 0.0}
+# recipe -> options that differ from the defaults
+RECIPES: dict[str, dict[str, Any]] = {
+    "rtn-six": RTN | SIX,
+    "rtn-4/6": RTN | FOUR_OVER_SIX,
+    "gptq-six": SIX | AS_IT_IS,
+    "gptq-4/6-mse": FOUR_OVER_SIX | AS_IT_IS,
+    "gptq-4/6-hessian": {"scale_rule": ScaleRule.four_over_six} | AS_IT_IS,
+    "gptq-sweep-hessian": AS_IT_IS,
+    "corrected-0.25": {"correction": 0.25},
+    "corrected-0.5": {},  # the default
+    "corrected-0.75": {"correction": 0.75},
+    "corrected-1": {"correction": 1.0},
+    "corrected-0.5-4/6-mse": FOUR_OVER_SIX,
+    "corrected-0.5-refined": {"refine_passes": 2},
+    "corrected-0.5-w4a4": {"scheme": Scheme.w4a4},
 }
 
 
@@ -73,7 +84,6 @@ def calibration_file(ids: np.ndarray, scratch: Path, seed: int | None) -> Path:
 
 
 def run_recipe(recipe: str, arguments: argparse.Namespace, calibration: Path, compute: Compute) -> tuple[Path, float]:
-    method, rule, error = RECIPES[recipe]
     name = recipe.replace("/", "-") + ("" if arguments.seed is None else f"-seed{arguments.seed}")
     output, timing = arguments.scratch / name, arguments.scratch / f"{name}.json"
     if not output.exists():
@@ -83,13 +93,10 @@ def run_recipe(recipe: str, arguments: argparse.Namespace, calibration: Path, co
             Quantize(
                 model=arguments.model,
                 output=str(output),
-                method=method,
-                scheme=Scheme.w4a4 if recipe.endswith("w4a4") else Scheme.w4a16,
-                scale_rule=rule,
-                scale_error=error,
                 calibration=Text(TextSource.tokens, str(calibration), samples, length),
                 evaluation=Evaluation(TextSource.tokens, str(calibration), 1, 16),  # measured below
                 compute=compute,
+                **RECIPES[recipe],
             )
         )
         timing.write_text(json.dumps({"seconds": time.monotonic() - started}))
