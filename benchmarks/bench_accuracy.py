@@ -44,6 +44,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "corrected-1": {"correction": 1.0},
     "corrected-0.5-4/6-mse": FOUR_OVER_SIX,
     "corrected-0.5-refined": {"refine_passes": 2},
+    "corrected-0.5-exact": {"exact_loss": True},
     "corrected-0.5-w4a4": {"scheme": Scheme.w4a4},
 }
 

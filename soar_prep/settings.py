@@ -44,6 +44,11 @@ class Scheme(Choice):
     w4a4 = "w4a4"
 
 
+class Memory(Choice):
+    auto = "auto"
+    low = "low"
+
+
 class Layout(Choice):
     compressed_tensors = "compressed_tensors"
     modelopt = "modelopt"
@@ -167,6 +172,9 @@ class Quantize:
         ScaleError.hessian_diag,
         "what picks among them: mse, mae, abs_max, or hessian_diag (squared error weighted by diag(H))",
     )
+    exact_loss: bool = option(
+        False, "pick among them in the loop instead, by what GPTQ itself loses; blocks then stay together in the order"
+    )
     act_order: bool = option(True, "solve the columns in order of falling diag(H); blocks stay where they are")
     correction: float = option(
         0.5,
@@ -187,6 +195,7 @@ class Quantize:
     weight_only_config: bool = option(
         False, "a config that never quantizes activations (W4A16_NVFP4); leaves out the calibrated input scales"
     )
+    memory: Memory = option(Memory.auto, "where activations wait: auto, on the GPU if they fit; low, in main memory")
     calibration: Text = option(Text, "text the Hessians are made from")
     evaluation: Evaluation = option(Evaluation, "held-out text for perplexity and KL of the written files")
     gate: Gate = option(Gate, "quality the written files must have")

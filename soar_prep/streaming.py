@@ -8,6 +8,7 @@ nothing here knows how a model scales its embeddings, builds its masks or caps i
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -41,27 +42,29 @@ class StreamedModel:
         self._load_all_but_layers()
         self._arguments: dict[torch.Size, list[dict[str, Any]]] = {}
         self._layer_returns_tuple = False
+        self._reader = ThreadPoolExecutor(max_workers=1)
+        self._ahead: dict[int, Future[dict[str, Tensor]]] = {}
 
     def _load_all_but_layers(self) -> None:
         names = [name for name in self.model.state_dict() if not name.startswith(self.layers_name + ".")]
         tied = self.tied_names()
         own = [name for name in names if name not in tied]
-        self.model.load_state_dict(self._read(own, prefix=""), strict=False, assign=True)
+        self.model.load_state_dict(self._dense(own, "", self.checkpoint), strict=False, assign=True)
         self.model.tie_weights()
         for name, module in self.model.named_modules():
             if not name.startswith(self.layers_name + "."):
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     tensor.data = tensor.data.to(self.device)
 
-    def _read(self, names: list[str], prefix: str) -> dict[str, Tensor]:
-        """Dense tensors under `prefix`; names are relative to it. UserError for one that the checkpoint lacks."""
+    def _dense(self, names: list[str], prefix: str, stored: Checkpoint | dict[str, Tensor]) -> dict[str, Tensor]:
+        """Dense tensors under `prefix`; names are relative to it. UserError for one that is not stored."""
         tensors = {}
         for name in names:
-            quantized = from_tensors((prefix + name).removesuffix(".weight"), self.checkpoint)
+            quantized = from_tensors((prefix + name).removesuffix(".weight"), stored)
             if quantized is not None:
                 tensors[name] = quantized.weight.to(self.device).dequantize(self.dtype)
-            elif prefix + name in self.checkpoint:
-                tensor = self.checkpoint[prefix + name].to(self.device)
+            elif prefix + name in stored:
+                tensor = stored[prefix + name].to(self.device)
                 tensors[name] = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
             else:
                 raise UserError(
@@ -78,10 +81,22 @@ class StreamedModel:
         return f"{self.layers_name}.{index}."
 
     def load_layer(self, index: int) -> nn.Module:
-        """Decoder layer `index` with its weights on the device; drop it to free them."""
+        """Decoder layer `index`, its weights on the device; drop it to free them. The next one is read meanwhile."""
+        ahead = self._ahead.pop(index, None)
+        stored = self._stored(index) if ahead is None else ahead.result()
+        self._ahead.clear()
+        if index + 1 < len(self.layers):
+            self._ahead[index + 1] = self._reader.submit(self._stored, index + 1)
         layer = copy.deepcopy(self.layers[index])
-        layer.load_state_dict(self._read(list(layer.state_dict()), self.layer_prefix(index)), assign=True)
+        layer.load_state_dict(self._dense(list(layer.state_dict()), self.layer_prefix(index), stored), assign=True)
         return layer.to(self.device).eval().requires_grad_(False)
+
+    def _stored(self, index: int) -> dict[str, Tensor]:
+        """A layer's tensors as the checkpoint has them; for a GPU in memory that it copies from by itself."""
+        stored = {name: self.checkpoint[name] for name in self.checkpoint.names(self.layer_prefix(index))}
+        if self.device.type == "cuda":
+            stored = {name: tensor.pin_memory() for name, tensor in stored.items()}
+        return stored
 
     def load_all_layers(self) -> None:
         """Put every decoder layer in its place: `model` is then whole, an ordinary model of transformers."""

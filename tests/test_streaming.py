@@ -157,3 +157,13 @@ def test_automatic_dtype_of_a_cpu_is_fp32():
     """Catches bf16 arithmetic on a CPU, which is slow and less exact for nothing."""
     assert pick_dtype(Compute(), torch.device("cpu")) is torch.float32
     assert pick_dtype(Compute(dtype="bfloat16"), torch.device("cpu")) is torch.bfloat16
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 0, 1), (1, 1, 2, 0)], ids=str)
+def test_layers_read_ahead_are_the_right_ones(order: tuple[int, ...], model_directory: Callable[[str], Path]):
+    """Catches a layer that was read for another call: in any order each has the weights of the file."""
+    checkpoint = Checkpoint(model_directory("llama"))
+    model = StreamedModel(checkpoint, Compute(device="cpu", dtype="float32"))
+    for index in order:
+        for name, weight in model.load_layer(index).state_dict().items():
+            assert torch.equal(weight, checkpoint[model.layer_prefix(index) + name].float())

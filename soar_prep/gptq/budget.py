@@ -11,7 +11,7 @@ from accelerate import PartialState
 from soar_prep.checkpoint import Checkpoint
 from soar_prep.errors import UserError
 from soar_prep.gptq.layers import LayerPlan
-from soar_prep.settings import Quantize
+from soar_prep.settings import Memory, Quantize
 from soar_prep.streaming import StreamedModel, linears_of
 from soar_prep.text import Windows
 
@@ -32,6 +32,7 @@ class Budget:
     host_free: int
     disk_free: int
     on_gpu: bool
+    is_low: bool  # activations stay in main memory even if the GPU could hold them
 
     @property
     def device(self) -> int:
@@ -39,7 +40,7 @@ class Budget:
 
     @property
     def keep_activations_on_gpu(self) -> bool:
-        return self.on_gpu and self.device + self.activations < 0.9 * self.device_free
+        return self.on_gpu and not self.is_low and self.device + self.activations < 0.9 * self.device_free
 
     def lines(self) -> list[str]:
         """The budget as a person reads it."""
@@ -114,6 +115,7 @@ def plan_budget(
         host_free=host_free,
         disk_free=shutil.disk_usage(existing).free,
         on_gpu=on_gpu,
+        is_low=settings.memory is Memory.low,
     )
 
 

@@ -18,6 +18,7 @@ from soar_prep.errors import UserError
 from soar_prep.processes import all_sum, in_turn
 
 PANELS = 8  # products for the lower triangle of a Hessian: more of them compute less that is not meant, but slower
+DIRECT = 512  # columns of a triangle that is inverted by substitution
 TILE = 64  # columns of a panel are a multiple of it
 
 
@@ -55,16 +56,18 @@ class InputStatistics:
         """Largest |x| of each sample, fp32 [n]; not finite where a sample's activations are not."""
         return torch.cat(self._largest)
 
-    def hessian(self) -> Tensor:
-        """H, fp32 [K, K], symmetric. UserError if no token was seen."""
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        """(H, D), fp32 [K, K], H symmetric, D None where it was not asked for. They take the sums' place in memory.
+
+        UserError if no token was seen.
+        """
         if self.tokens == 0:
             raise UserError("calibration: not one real token reached this layer; expected some")
-        lower = self.sum.tril()
-        return (lower + lower.tril(-1).T) / self.tokens
-
-    def drift(self) -> Tensor | None:
-        """D, fp32 [K, K]; None where it was not asked for."""
-        return None if self.drift_sum is None else self.drift_sum / self.tokens
+        hessian, drift = self.sum, self.drift_sum
+        del self.sum, self.drift_sum
+        hessian.tril_()
+        hessian += hessian.tril(-1).T
+        return hessian.div_(self.tokens), None if drift is None else drift.div_(self.tokens)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, lower_only: bool = False) -> None:
@@ -122,14 +125,15 @@ def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> F
     """
     if order is None:
         order = torch.arange(len(hessian), device=hessian.device)
-    else:
-        hessian = hessian[order][:, order]
     mean = hessian.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
+    backwards = order.flip(0)
+    flipped = hessian[backwards][:, backwards]
+    diagonal = flipped.diagonal().clone()
     attempt = damping
     while True:
-        damped = hessian + attempt * mean * torch.eye(len(hessian), device=hessian.device)
-        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-        if not failed.item() and bool(torch.isfinite(lower).all()):
+        torch.add(diagonal, attempt * mean, out=flipped.diagonal())
+        lower, failed = torch.linalg.cholesky_ex(flipped)
+        if not failed.item() and bool(torch.isfinite(lower.diagonal()).all()):
             break
         if attempt >= 1:
             raise UserError(
@@ -137,9 +141,28 @@ def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> F
                 "are the calibration samples all alike? Give more and different ones"
             )
         attempt = min(attempt * 10, 1.0)
-    identity = torch.eye(len(hessian), device=hessian.device)
-    upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+    del flipped  # of the largest inputs every matrix takes a gigabyte
+    upper = lower.flip(0, 1)
+    del lower
+    invert_upper_(upper)
     return Factor(upper, attempt, order)
+
+
+def invert_upper_(a: Tensor) -> None:
+    """The inverse of an upper triangular matrix in its place: halves by themselves, then -A^-1 B C^-1 between them.
+
+    All but the last few columns is products, on a GPU in TF32: U is then good to 1e-4, far below the damping.
+    """
+    size = len(a)
+    if size <= DIRECT:
+        identity = torch.eye(size, device=a.device)
+        a.copy_(torch.linalg.solve_triangular(a, identity, upper=True))
+        return
+    half = size // 2
+    first, corner, last = a[:half, :half], a[:half, half:], a[half:, half:]
+    invert_upper_(first)
+    invert_upper_(last)
+    corner.copy_(product(product(first, corner), last)).neg_()
 
 
 def damped_diagonal(hessian: Tensor, damping: float) -> Tensor:

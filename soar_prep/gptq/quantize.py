@@ -22,7 +22,7 @@ from soar_prep.layouts import QuantizedWeight, from_tensors, quantization_config
 from soar_prep.processes import from_main
 from soar_prep.quality import Quality, check_gate, measure, quality_lines
 from soar_prep.report import Progress, environment, plain
-from soar_prep.settings import Quantize, Scheme
+from soar_prep.settings import Method, Quantize, Scheme
 from soar_prep.streaming import StreamedModel, linears_of, quantized_inputs
 from soar_prep.text import Windows, load_tokenizer, load_windows
 
@@ -132,6 +132,8 @@ def open_source(settings: Quantize) -> Checkpoint:
     refuse_existing(Path(settings.output))
     if settings.weight_only_config and settings.scheme is Scheme.w4a4:
         raise UserError("weight_only_config=true: excludes scheme=w4a4; use scheme=w4a16, or leave the config open")
+    if settings.exact_loss and settings.method is not Method.gptq:
+        raise UserError("exact_loss=true: what GPTQ loses needs method=gptq")
     checkpoint = Checkpoint(find_model(settings.model))
     if checkpoint.config.get("quantization_config"):
         method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
@@ -164,7 +166,7 @@ def load_texts(settings: Quantize, model: StreamedModel) -> tuple[Windows, Windo
 def identity(settings: Quantize, hashes: dict[str, str], windows: Windows) -> dict[str, Any]:
     """All that the written weights depend on: a resumed run must agree with it."""
     chosen = plain(settings)
-    for name in ("model", "output", "evaluation", "gate", "wandb", "calibration"):
+    for name in ("model", "output", "evaluation", "gate", "wandb", "calibration", "memory"):
         del chosen[name]
     versions = environment(torch.device("cpu"))["packages"]
     return chosen | {"model": hashes, "calibration": windows.sha256(), "versions": versions}
@@ -211,7 +213,8 @@ def quantize_layer(
             inputs = statistics.pop(group)
             input_scale = input_scale_for(finite_largest(inputs, prefix + group[0]))
             weights = {name: as_in_file(linears[name].weight, tensors.pop(f"{prefix}{name}.weight")) for name in group}
-            for name, result in solve_group(weights, inputs.hessian(), settings, inputs.drift()).items():
+            hessian, drift = inputs.finish()
+            for name, result in solve_group(weights, hessian, settings, drift).items():
                 quantized = QuantizedWeight(result.weight, None if settings.weight_only_config else input_scale)
                 solved |= to_tensors(prefix + name, quantized, settings.export)
                 record["linears"][prefix + name] = result.facts() | {"input_scale": input_scale.item()}

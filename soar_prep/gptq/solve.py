@@ -25,6 +25,7 @@ from torch import Tensor
 from soar_prep.fouroversix.blocks import BLOCK, share_of_fours, tensor_scale_for
 from soar_prep.fouroversix.e2m1 import encode_e2m1, pack_codes, round_to_e2m1
 from soar_prep.fouroversix.tensor import NVFP4Tensor, quantize_to_nvfp4
+from soar_prep.gptq.exact import group_aware_order, solve_exactly
 from soar_prep.gptq.hessian import Factor, damped_diagonal, factorize, product
 from soar_prep.gptq.refine import refine
 from soar_prep.processes import all_max, all_rows, my_rows
@@ -67,19 +68,21 @@ def solve_group(
     diagonal = damped_diagonal(hessian, settings.damping)
     factor = None
     if settings.method is Method.gptq:
-        order = torch.argsort(diagonal, descending=True, stable=True) if settings.act_order else None
-        factor = factorize(hessian, settings.damping, order)
+        factor = factorize(hessian, settings.damping, order_of(diagonal, settings))
         if drift is not None:
             w = w + settings.correction * factor.times_inverse(product(w, drift))
     tensor_scale = tensor_scale_for(all_max(w.abs().max()), settings.scale_rule, settings.power_of_two)
-    quantize = quantizer_for(w.device)
-    quantized = quantize(w, tensor_scale, settings.scale_rule, settings.scale_error, diagonal)
-    if factor is not None:
-        quantized = solve(w, quantized.block_scales, tensor_scale, factor)
-        if settings.refine_passes:
-            damped = hessian.clone()
-            damped.diagonal().copy_(damped_diagonal(hessian, factor.damping))
-            quantized = refine(w, quantized, damped, settings.scale_rule, settings.refine_passes)
+    if factor is not None and settings.exact_loss:
+        quantized = solve_exactly(w, tensor_scale, settings.scale_rule, factor)
+    else:
+        quantize = quantizer_for(w.device)
+        quantized = quantize(w, tensor_scale, settings.scale_rule, settings.scale_error, diagonal)
+        if factor is not None:
+            quantized = solve(w, quantized.block_scales, tensor_scale, factor)
+    if factor is not None and settings.refine_passes:
+        damped = hessian.clone()
+        damped.diagonal().copy_(damped_diagonal(hessian, factor.damping))
+        quantized = refine(w, quantized, damped, settings.scale_rule, settings.refine_passes)
     difference = w - quantized.dequantize()
     lost = all_rows((product(difference, hessian) * difference).sum(dim=1), count)
     whole = all_rows((product(w, hessian) * w).sum(dim=1), count)
@@ -99,6 +102,15 @@ def solve_group(
             share_of_fours=fours[rows].mean().item(),
         )
     return solved
+
+
+def order_of(diagonal: Tensor, settings: Quantize) -> Tensor | None:
+    """The columns in the order of solving, int64 [K]; None as they are."""
+    if not settings.act_order:
+        return None
+    if settings.exact_loss:
+        return group_aware_order(diagonal)
+    return torch.argsort(diagonal, descending=True, stable=True)
 
 
 def quantizer_for(device: torch.device) -> Callable[..., NVFP4Tensor]:

@@ -24,6 +24,7 @@ ROOMY = Budget(
     host_free=50 * GIB,
     disk_free=6 * GIB,
     on_gpu=True,
+    is_low=False,
 )
 
 
@@ -77,7 +78,8 @@ def test_what_does_not_fit_is_told_in_numbers(changes: dict, message: str):
 
 
 @pytest.mark.parametrize(
-    ("changes", "on_gpu"), [({}, True), ({"device_free": 15 * GIB}, False), ({"on_gpu": False}, False)]
+    ("changes", "on_gpu"),
+    [({}, True), ({"device_free": 15 * GIB}, False), ({"on_gpu": False}, False), ({"is_low": True}, False)],
 )
 def test_activations_stay_on_the_gpu_where_they_fit(changes: dict, on_gpu: bool):
     """Catches activations copied to and fro for nothing, or a GPU filled to the brim."""

@@ -33,7 +33,7 @@ def test_panels_make_up_the_whole_product(tokens: int, columns: int, monkeypatch
     monkeypatch.setattr(hessian_module, "TILE", 2)
     x = correlated(3 * tokens, columns).view(3, tokens, columns)
     statistics = statistics_of(x)
-    got = statistics.hessian()
+    got = statistics.finish()[0]
     flat = x.flatten(0, 1).double()
     expected = flat.T @ flat / len(flat)
     assert statistics.tokens == len(flat)
@@ -46,7 +46,7 @@ def test_panels_make_up_the_whole_product(tokens: int, columns: int, monkeypatch
 def test_bf16_inputs_lose_nothing():
     """Catches a Hessian accumulated in the layer's dtype: bf16 holds 8 bits, and 2,000 tokens need more."""
     x = correlated(2000, 32).bfloat16().view(2, 1000, 32)
-    assert torch.equal(statistics_of(x).hessian(), statistics_of(x.float()).hessian())
+    assert torch.equal(statistics_of(x).finish()[0], statistics_of(x.float()).finish()[0])
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
@@ -76,14 +76,14 @@ def test_flattened_inputs_are_the_same_inputs():
     whole, flat = InputStatistics(16, CPU), InputStatistics(16, CPU)
     whole.add(x, mask)
     flat.add(x.flatten(0, 1), mask)
-    assert torch.equal(whole.hessian(), flat.hessian())
+    assert torch.equal(whole.finish()[0], flat.finish()[0])
     assert torch.equal(whole.largest_by_sample(), flat.largest_by_sample())
 
 
 def test_no_token_is_an_error():
     """Catches a division by zero that would fill the Hessian with NaN."""
     with pytest.raises(UserError, match="not one real token"):
-        InputStatistics(16, CPU).hessian()
+        InputStatistics(16, CPU).finish()
 
 
 @pytest.mark.parametrize("columns", [1, 16, 17, 130])
@@ -144,8 +144,8 @@ def test_drift_is_that_of_real_tokens():
     for sample in range(3):
         statistics.add(x[sample : sample + 1], mask[sample : sample + 1], y[sample : sample + 1])
     a, b = y[mask].double(), x[mask].double()
-    torch.testing.assert_close(statistics.drift(), ((a - b).T @ b / len(a)).float(), rtol=1e-4, atol=1e-5)
-    assert InputStatistics(16, CPU).drift() is None
+    torch.testing.assert_close(statistics.finish()[1], ((a - b).T @ b / len(a)).float(), rtol=1e-4, atol=1e-5)
+    assert statistics_of(x[:1]).finish()[1] is None
 
 
 def test_times_inverse_keeps_the_columns_where_they_are():
@@ -159,3 +159,15 @@ def test_times_inverse_keeps_the_columns_where_they_are():
         torch.testing.assert_close(
             factor.times_inverse(rows), (rows.double() @ torch.linalg.inv(damped)).float(), rtol=1e-4, atol=1e-4
         )
+
+
+@pytest.mark.parametrize("size", [1, 16, 31, 100])
+def test_triangle_is_inverted_in_its_place(size: int, monkeypatch: pytest.MonkeyPatch):
+    """Catches halves in the wrong place, a missing sign, and sizes that do not halve."""
+    monkeypatch.setattr(hessian_module, "DIRECT", 8)
+    triangle = correlated(size, size, 12).triu() + 10 * torch.eye(size)
+    found = triangle.clone()
+    hessian_module.invert_upper_(found)
+    assert torch.equal(found, found.triu())
+    expected = torch.linalg.inv(triangle.double())
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
