@@ -11,7 +11,7 @@ ORDER = [
     ["errors", "processes"],
     ["settings"],
     ["fouroversix"],
-    ["layouts"],
+    ["qat", "layouts"],
     ["checkpoint", "text", "report", "page", "sala"],
     ["streaming"],
     ["quality"],

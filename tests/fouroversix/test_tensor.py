@@ -13,6 +13,7 @@ from soar_prep.fouroversix.e2m1 import E2M1_VALUES, pack_codes, unpack_codes
 from soar_prep.fouroversix.tensor import (
     NVFP4Tensor,
     input_scale_for,
+    quantize_activations,
     quantize_to_nvfp4,
     round_activations,
     round_to_nvfp4,
@@ -175,3 +176,23 @@ def test_candidates_of_a_zero_tensor_are_finite():
         assert torch.isfinite(scales.float()).all()
     zero = quantize_to_nvfp4(torch.zeros(3, 16), tensor_scale, ScaleRule.sweep, ScaleError.mse)
     assert torch.equal(zero.dequantize(), torch.zeros(3, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activation_codes_are_what_rounding_gives(dtype: torch.dtype):
+    """Catches codes and rounded floats that drift apart: one trains, the other serves."""
+    x = gaussian(17, 48, 1) * torch.logspace(-6, 2, 48)
+    x[3] = 0
+    for scale in (0.01, 0.03, 1e-6):
+        input_scale = torch.tensor(scale)
+        found = quantize_activations(x.to(dtype), input_scale)
+        assert torch.equal(found.dequantize(dtype), round_activations(x.to(dtype), input_scale))
+
+
+def test_operand_is_the_weight_over_its_tensor_scale():
+    """Catches a tensor scale left in, which no product of a server has; exact in every dtype that holds it."""
+    weight = gaussian(5, 32, 2)
+    quantized = quantize_to_nvfp4(weight, torch.tensor(0.0007), ScaleRule.six, ScaleError.mse)
+    assert torch.equal(quantized.operand() * quantized.tensor_scale, quantized.dequantize())
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(quantized.operand(dtype).float(), quantized.operand())
