@@ -49,6 +49,17 @@ class Memory(Choice):
     low = "low"
 
 
+class DraftFormat(Choice):
+    none = "none"
+    nvfp4 = "nvfp4"
+
+
+class Activations(Choice):
+    none = "none"
+    static = "static"
+    dynamic = "dynamic"
+
+
 class Layout(Choice):
     compressed_tensors = "compressed_tensors"
     modelopt = "modelopt"
@@ -299,6 +310,29 @@ class Optimizer:
 
 
 @dataclass
+class Qat:
+    format: DraftFormat = option(DraftFormat.none, "what the draft is written in: none, BF16; nvfp4, 4-bit weights")
+    share: float = option(
+        0.25, "nvfp4: the last share of the updates runs under rounded weights; 0 rounds at the end", 0.0, 1.0
+    )
+    learning_rate: float = option(1e-4, "nvfp4: of these updates, at the top of a cosine schedule of their own", 0.0)
+    start_from: str | None = option(None, "nvfp4: a trained draft to round; all updates then run under rounded weights")
+    activations: Activations = option(
+        Activations.none,
+        "nvfp4: none, W4A16, what serves small batches; static, W4A4 with calibrated scales; dynamic: for study alone",
+    )
+    lm_head: bool = option(False, "nvfp4: round lm_head too")
+    scale_rule: ScaleRule = option(ScaleRule.four_over_six, "candidates for each block's E4M3 scale, as in quantize")
+    scale_error: ScaleError = option(ScaleError.mse, "what picks among them: mse, mae, abs_max")
+
+    def turn(self, updates: int) -> int:
+        """How many of a run's updates come before weights are rounded."""
+        if self.format is DraftFormat.none:
+            return updates
+        return 0 if self.start_from else round((1 - self.share) * updates)
+
+
+@dataclass
 class TrainDraft:
     target: str = option(REQUIRED, "a Hugging Face model directory or hub id: BF16, or NVFP4 by soar-prep quantize")
     output: str = option(REQUIRED, "directory to write; must not exist, or be an interrupted run with these settings")
@@ -318,6 +352,7 @@ class TrainDraft:
     loss: Loss = option(Loss, "training-time test and its loss")
     positions: Positions = option(Positions, "positions for RoPE")
     optimizer: Optimizer = option(Optimizer, "and its schedule")
+    qat: Qat = option(Qat, "quantization-aware training")
     compute: Compute = option(Compute, "where and how")
     wandb: Wandb = option(Wandb, "experiment tracking")
 

@@ -11,7 +11,8 @@ ORDER = [
     ["errors", "processes"],
     ["settings"],
     ["fouroversix"],
-    ["qat", "layouts"],
+    ["layouts"],
+    ["qat"],
     ["checkpoint", "text", "report", "page", "sala"],
     ["streaming"],
     ["quality"],
@@ -46,7 +47,7 @@ def test_imports_point_down(path: Path):
 
 def test_order_of_the_number_format():
     """Catches a cycle within the format: e2m1, blocks, tensor, kernels."""
-    order = ["e2m1", "blocks", "tensor", "triton_quantize"]
+    order = ["e2m1", "blocks", "tensor", "triton_quantize", "quantizer"]
     for place, name in enumerate(order):
         path = PACKAGE / "fouroversix" / f"{name}.py"
         if path.exists():

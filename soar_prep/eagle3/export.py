@@ -1,5 +1,7 @@
 """The directory that SGLang loads as a draft (--speculative-algorithm EAGLE3): config.json and model.safetensors.
 
+A draft in NVFP4 has ModelOpt's layout. SGLang builds its linears under bare names, so `ignore` holds those.
+
 SGLang drops tensors whose names it does not know and leaves those it misses as they were drawn, both without a word;
 options missing from config.json are off. So everything is written explicitly, and `read_draft` refuses any difference.
 Source: SGLang 0.5.21, models/llama_eagle3.py, models/llama.py (RoPE) and speculative/eagle_utils.py.
@@ -25,7 +27,19 @@ from soar_prep.checkpoint import (
     write_json,
 )
 from soar_prep.eagle3.draft import Draft, DraftConfig
+from soar_prep.eagle3.nvfp4 import FC, HEAD, LAYER, hold_stored
 from soar_prep.errors import UserError
+from soar_prep.fouroversix.blocks import BLOCK
+from soar_prep.layouts import (
+    INPUT_TENSOR,
+    WEIGHT_TENSORS,
+    QuantizedWeight,
+    from_tensors,
+    quantization_config,
+    to_tensors,
+)
+from soar_prep.qat.linear import nvfp4_linears, to_nvfp4_linears
+from soar_prep.settings import Activations, Layout
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # What this draft is and has no option for; a config that says otherwise is of another network.
@@ -40,7 +54,7 @@ FIXED = {
 }
 LLAMA_DEFAULTS = ("hidden_act", "tie_word_embeddings", "attention_bias", "mlp_bias")  # may be missing
 # Options of SGLang's class that make another network of it, where no tensor's shape would tell.
-FOREIGN = ("norm_before_fc", "use_aux_norm", "bias", "quantization_config")
+FOREIGN = ("norm_before_fc", "use_aux_norm", "bias")
 
 
 def write_draft(draft: Draft, output: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -61,11 +75,11 @@ def write_files(draft: Draft, directory: Path, dtype: torch.dtype = torch.bfloat
     tensors = tensors_of(draft, dtype)  # before the directory: weights that are refused leave nothing behind
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / SINGLE, save(tensors, metadata={"format": "pt"}))
-    write_json(directory / "config.json", config_json(draft.config, dtype))
+    write_json(directory / "config.json", config_json(draft.config, dtype) | quantization_of(draft))
 
 
 def read_draft(directory: Path) -> Draft:
-    """The draft of a directory, in the dtype it is stored in, on the CPU.
+    """The draft of a directory, in the dtype it is stored in, on the CPU; NVFP4 weights dequantized to BF16, exactly.
 
     UserError for a directory of another kind, a tensor that is missing, unknown or of another shape, or a vocabulary
     that contradicts itself.
@@ -73,16 +87,22 @@ def read_draft(directory: Path) -> Draft:
     checkpoint = Checkpoint(directory)
     with torch.device("meta"):
         draft = Draft(read_config(checkpoint))
-    expected = draft.state_dict()
+    names, activations = read_quantization(checkpoint)
+    to_nvfp4_linears(draft, names, activations)
+    expected = shapes_of(draft, names)
     for name in sorted(expected.keys() | set(checkpoint.names())):
         if name not in checkpoint:
             raise UserError(f"{directory}: tensor {name} is missing; expected a draft as SGLang loads it")
         if name not in expected:
             raise UserError(f"{directory}: tensor {name} is none of an EAGLE-3 draft's; SGLang would drop it")
         shape = checkpoint.dtype_and_shape(name)[1]
-        if shape != list(expected[name].shape):
-            raise UserError(f"{directory}: {name} is {shape}, config.json makes it {list(expected[name].shape)}")
-    draft.load_state_dict({name: checkpoint[name] for name in expected}, assign=True)
+        if shape != expected[name]:
+            raise UserError(f"{directory}: {name} is {shape}, config.json makes it {expected[name]}")
+    quantized = {name: from_tensors(name, checkpoint) for name in names}
+    tensors = {name: checkpoint[name] for name in draft.state_dict() if name.removesuffix(".weight") not in names}
+    tensors |= {f"{name}.weight": q.weight.dequantize(torch.bfloat16) for name, q in quantized.items() if q is not None}
+    draft.load_state_dict(tensors, assign=True)
+    hold_stored(draft, {name: q for name, q in quantized.items() if q is not None})
     check_vocabulary(draft, directory)
     return draft
 
@@ -92,6 +112,47 @@ def config_json(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
     options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "aux_layers"}
     eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(config.aux_layers)}
     return FIXED | options | {"torch_dtype": str(dtype).removeprefix("torch."), "eagle_config": eagle}
+
+
+def quantization_of(draft: Draft) -> dict[str, Any]:
+    """config.json's entry for the rounded linears; nothing for a draft in BF16."""
+    rounded = {name: linear for name, linear in nvfp4_linears(draft).items() if linear.stored is not None}
+    if not rounded:
+        return {}
+    ignore = [name for name in (FC, HEAD) if name not in rounded]
+    config = quantization_config(Layout.modelopt, ignore, weight_only=False)
+    activations = next(iter(rounded.values())).activations
+    # SGLang 0.5.21 wants input scales whatever it does with activations; what they were in training is told beside it.
+    return {"quantization_config": config | {"producer": {"name": "soar-prep", "activations": activations.value}}}
+
+
+def read_quantization(checkpoint: Checkpoint) -> tuple[list[str], Activations]:
+    """The linears in NVFP4, and how they were trained to take their inputs; UserError for another quantization."""
+    found = checkpoint.config.get("quantization_config")
+    if not found:
+        return [], Activations.none
+    where, ignore = checkpoint.directory / "config.json", found.get("ignore") or []
+    if (found.get("quant_method"), found.get("quant_algo")) != ("modelopt", "NVFP4") or not {FC} <= set(ignore) <= {
+        FC,
+        HEAD,
+    }:
+        raise UserError(
+            f"{where}: quantization_config is of another kind; expected quant_method modelopt, quant_algo NVFP4, and "
+            f"{FC} (with or without {HEAD}) to ignore"
+        )
+    activations = (found.get("producer") or {}).get("activations", "none")
+    return [name for name in (*LAYER, HEAD) if name not in ignore], Activations(activations)
+
+
+def shapes_of(draft: Draft, quantized: list[str]) -> dict[str, list[int]]:
+    """Names and shapes of a draft's tensors in the file."""
+    shapes = {name: list(tensor.shape) for name, tensor in draft.state_dict().items()}
+    for name in quantized:
+        rows, columns = shapes.pop(f"{name}.weight")
+        codes, scales, scalar = WEIGHT_TENSORS[Layout.modelopt]
+        shapes |= {f"{name}.{codes}": [rows, columns // 2], f"{name}.{scales}": [rows, columns // BLOCK]}
+        shapes |= {f"{name}.{scalar}": [], f"{name}.{INPUT_TENSOR[Layout.modelopt]}": []}
+    return shapes
 
 
 def read_config(checkpoint: Checkpoint) -> DraftConfig:
@@ -126,13 +187,23 @@ def rope(found: dict[str, Any], where: Path) -> dict[str, float]:
 
 
 def tensors_of(draft: Draft, dtype: torch.dtype) -> dict[str, Tensor]:
-    """state_dict on the CPU with its floating-point tensors in dtype; UserError for a weight that is not finite."""
-    tensors = {}
+    """The file's tensors, on the CPU: rounded linears as ModelOpt has them, other floating-point tensors in dtype.
+
+    UserError for a weight that is not finite.
+    """
+    tensors: dict[str, Tensor] = {}
+    rounded = {name: linear for name, linear in nvfp4_linears(draft).items() if linear.stored is not None}
     for name, tensor in draft.state_dict().items():
         tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
         if tensor.is_floating_point() and not has_only_finite(tensor):
             raise UserError(f"{name}: holds NaN or infinity in {dtype}; the draft is not written, training diverged")
-        tensors[name] = tensor
+        if name.removesuffix(".weight") not in rounded:
+            tensors[name] = tensor
+    for name, linear in rounded.items():
+        assert linear.stored is not None
+        assert linear.input_scale is not None
+        quantized = QuantizedWeight(linear.stored.to("cpu"), linear.input_scale.float().cpu())
+        tensors |= to_tensors(name, quantized, Layout.modelopt)
     return tensors
 
 

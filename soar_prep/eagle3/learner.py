@@ -1,7 +1,7 @@
 """One update of a draft after another: weights, gradients, optimizer; on one device, or spread over many.
 
 Weights, their gradients across batches, and AdamW's state are fp32. A forward pass computes in the compute dtype, with
-weights rounded to it once. No autocast. With several processes:
+weights rounded to it once, or to NVFP4 from the update `turn` on. No autocast. With several processes:
 
 ddp    every process has all of it; gradients are averaged
 fsdp   every process has a part of weights, gradients and optimizer state; a forward pass gathers the weights
@@ -27,8 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from soar_prep.eagle3.data import Batch
 from soar_prep.eagle3.draft import Draft
+from soar_prep.eagle3.nvfp4 import measuring_input_scales, prepare, start_rounding
 from soar_prep.eagle3.ttt import Result, SupervisedTeacher, ttt_loss
-from soar_prep.settings import Loss, Optimizer, Parallel
+from soar_prep.qat.linear import rounded_weights
+from soar_prep.settings import DraftFormat, Loss, Optimizer, Parallel, Qat
 
 BETAS = (0.9, 0.95)
 
@@ -80,14 +82,15 @@ class Lessons(nn.Module):
 
 
 class InDtype(nn.Module):
-    """A module run with its weights rounded to a dtype; their gradients arrive in the weights' own."""
+    """A module run with its weights rounded to a dtype, or to NVFP4 as `qat` says where an NVFP4Linear is to be so;
+    their gradients arrive in the weights' own dtype."""
 
-    def __init__(self, inner: nn.Module, dtype: torch.dtype):
+    def __init__(self, inner: nn.Module, dtype: torch.dtype, qat: Qat | None = None):
         super().__init__()
-        self.inner, self.dtype = inner, dtype
+        self.inner, self.dtype, self.qat = inner, dtype, qat or Qat()
 
     def forward(self, *arguments: Any) -> Any:
-        weights = {name: weight.to(self.dtype) for name, weight in self.inner.named_parameters()}
+        weights = rounded_weights(self.inner, self.dtype, self.qat.scale_rule, self.qat.scale_error)
         return functional_call(self.inner, weights, arguments)
 
 
@@ -104,23 +107,26 @@ class Learner:
         dtype: torch.dtype,
         parallel: Parallel = Parallel.ddp,
         checkpointing: bool = False,
+        qat: Qat | None = None,
     ):
         """updates: the length of the schedule. dtype: of the forward pass. The draft is on its device already."""
         self.processes, self.settings, self.updates, self.done = PartialState(), optimizer, updates, 0
+        self.qat, self.input_scales = qat or Qat(), dict[str, Tensor]()
+        self.turn = self.qat.turn(updates)
         self.draft = draft.float()
         draft.checkpointing = checkpointing
+        prepare(draft, self.qat)
         device = draft.fc.weight.device
         lessons = Lessons(draft, loss, embed)
-        self.module: nn.Module
+        self.module: nn.Module = InDtype(lessons, dtype, self.qat)
         if self.processes.num_processes > 1 and parallel is Parallel.fsdp:
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-            fully_shard(lessons, mp_policy=policy, reshard_after_forward=False)
-            self.module = lessons
-        else:
-            self.module = InDtype(lessons, dtype)
-            if self.processes.num_processes > 1:
-                devices = [device] if device.type == "cuda" else None
-                self.module = DistributedDataParallel(self.module, device_ids=devices)
+            # gathered as they are, or what NVFP4 is rounded from would have been rounded before
+            gathered = dtype if self.qat.format is DraftFormat.none else None
+            policy = MixedPrecisionPolicy(gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            fully_shard(self.module, mp_policy=policy, reshard_after_forward=False)
+        elif self.processes.num_processes > 1:
+            devices = [device] if device.type == "cuda" else None
+            self.module = DistributedDataParallel(self.module, device_ids=devices)
         self.parameters = dict(draft.named_parameters())
         matrices = [p for p in self.parameters.values() if p.ndim > 1]
         vectors = [p for p in self.parameters.values() if p.ndim == 1]
@@ -142,7 +148,7 @@ class Learner:
         if not (math.isfinite(loss_sum) and math.isfinite(gradient_norm)):
             self.optimizer.zero_grad()
             return None
-        rate = learning_rate(self.settings, self.done, self.updates)
+        rate = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -161,6 +167,30 @@ class Learner:
             [x / max(n, 1) for x, n in zip(alpha, rows, strict=True)],
             [x / max(n, 1) for x, n in zip(correct, rows, strict=True)],
         )
+
+    def learning_rate(self) -> float:
+        """Of the next update. The updates under NVFP4 have a schedule of their own."""
+        if self.done < self.turn:
+            return learning_rate(self.settings.learning_rate, self.settings.warmup, self.done, self.turn)
+        done, updates = self.done - self.turn, self.updates - self.turn
+        return learning_rate(self.qat.learning_rate, self.settings.warmup, done, updates)
+
+    @property
+    def is_rounding(self) -> bool:
+        return bool(self.input_scales)
+
+    @torch.no_grad()
+    def start_rounding(self, lessons: Iterable[Lesson]) -> None:
+        """From now on run under NVFP4 numbers, with input scales that fit these lessons."""
+        with measuring_input_scales(self.draft) as scales:
+            for lesson in lessons:
+                self.module(lesson)
+        self._take_scales(scales)
+
+    def _take_scales(self, scales: dict[str, Tensor]) -> None:
+        self.input_scales = scales
+        if scales:
+            start_rounding(self.draft, scales)
 
     def _without_reducing(self) -> AbstractContextManager[None]:
         """Gradients of all but the last batch of an update stay where they are."""
@@ -183,12 +213,14 @@ class Learner:
         tensors = {
             kind: {name: whole(t).to("cpu", copy=True) for name, t in values.items()} for kind, values in held.items()
         }
-        return {"done": self.done, **tensors}
+        scales = {name: scale.cpu() for name, scale in self.input_scales.items()}
+        return {"done": self.done, "input_scales": scales, **tensors}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Take up where `state()` was taken, by this or another number of processes."""
         self.done = state["done"]
+        self._take_scales(state["input_scales"])
         for name, weight in self.parameters.items():
             weight.copy_(part_like(state["weight"][name], weight))
             if name in self.ema:
@@ -199,13 +231,13 @@ class Learner:
                 self.optimizer.state[weight] = {"step": count, **moments}
 
 
-def learning_rate(settings: Optimizer, done: int, updates: int) -> float:
+def learning_rate(top: float, warmup_share: float, done: int, updates: int) -> float:
     """Of the update after `done`: a straight rise over the warm-up, then a cosine to zero after the last."""
-    warmup = round(settings.warmup * updates)
+    warmup = round(warmup_share * updates)
     if done < warmup:
-        return settings.learning_rate * (done + 1) / warmup
+        return top * (done + 1) / warmup
     through = (done - warmup) / max(updates - warmup, 1)
-    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(through, 1.0)))
+    return top * 0.5 * (1 + math.cos(math.pi * min(through, 1.0)))
 
 
 def figures_of(result: Result) -> Tensor:

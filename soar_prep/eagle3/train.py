@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from soar_prep.checkpoint import Checkpoint, PartialOutput, find_model, partial_directory, refuse_existing
+from soar_prep.checkpoint import SINGLE, Checkpoint, PartialOutput, find_model, partial_directory, refuse_existing
 from soar_prep.eagle3.capture import CapturedTarget, open_captured
 from soar_prep.eagle3.data import Batch, Batching, Place, Samples, batches, load_parts, plan_epoch
 from soar_prep.eagle3.draft import Draft, DraftConfig
 from soar_prep.eagle3.evaluate import TargetStates, acceptance, decode_prompts, position_buckets, prompts_of
 from soar_prep.eagle3.export import read_draft, write_files
 from soar_prep.eagle3.learner import Learner, Lesson, Update
+from soar_prep.eagle3.nvfp4 import hold_rounded, prepare
 from soar_prep.eagle3.positions import draw_positions
 from soar_prep.eagle3.regenerate import regenerate_parts
 from soar_prep.eagle3.report_page import write_page
@@ -30,11 +31,12 @@ from soar_prep.eagle3.ttt import ask_teacher
 from soar_prep.eagle3.vocab import choose_vocabulary, count_supervised
 from soar_prep.errors import UserError
 from soar_prep.report import Progress, environment, plain
-from soar_prep.settings import TrainDraft
+from soar_prep.settings import DraftFormat, TrainDraft
 from soar_prep.streaming import StreamedModel, pick_device
 from soar_prep.text import load_tokenizer
 
 STATE = "state.pt"
+CALIBRATION_BATCHES = 8  # for the input scales of a draft in NVFP4
 QUIET = 10.0  # seconds between two lines of progress
 
 
@@ -46,8 +48,12 @@ class History:
     decoding: dict[str, Any] = field(default_factory=dict)
 
     def best(self) -> dict[str, Any]:
-        """The evaluation of the longest accepted length; the untrained draft never is it once there is another."""
-        return max(self.evaluations[1:] or self.evaluations, key=lambda figures: figures["tau_greedy"])
+        """The evaluation of the longest accepted length, of those in the format of the last one.
+
+        The untrained draft never is it once there is another.
+        """
+        own = [figures for figures in self.evaluations if figures["format"] == self.evaluations[-1]["format"]]
+        return max([figures for figures in own if figures["update"]] or own, key=lambda figures: figures["tau_greedy"])
 
 
 def train_draft(settings: TrainDraft) -> Path:
@@ -76,30 +82,31 @@ def train_draft(settings: TrainDraft) -> Path:
     history, place = resume(directory, learner)
     judge = Judge(settings, draft.config, draft.target_ids(), target, held_out, batching, tokenizer)
     if not history.evaluations:
-        judge.take(learner.weights())
-        history.evaluations.append({"update": 0} | judge.acceptance())
+        evaluate(judge, learner, history)
         history.decoding["before"] = judge.decoding()
-        say([evaluation_line(history.evaluations[-1]), *decoding_lines(history.decoding["before"])])
+        say(decoding_lines(history.decoding["before"]))
 
     stream = LessonStream(settings, target, samples, batching, draft, place)
     progress = open_progress(settings, directory, updates, learner.done)  # its clock starts here
-    while learner.done < updates:
+    while True:
+        if learner.done == learner.turn and settings.qat.format is not DraftFormat.none and not learner.is_rounding:
+            first = LessonStream(settings, target, samples, batching, draft, Place())
+            learner.start_rounding(first.take(CALIBRATION_BATCHES))
+            evaluate(judge, learner, history, directory)
+        if learner.done == updates:
+            break
         started = time.monotonic()
         update = learner.update(stream.take(settings.optimizer.accumulate))
         if update is None:
             raise diverged(learner.done, stream.taken, directory)
         record(progress, update, stream, time.monotonic() - started)
         is_last = learner.done == updates
-        if learner.done % settings.evaluation.every == 0 or is_last:
-            judge.take(learner.weights())
-            history.evaluations.append({"update": learner.done} | judge.acceptance())
-            say([evaluation_line(history.evaluations[-1])])
-            if history.best() is history.evaluations[-1]:
-                write_best(judge.draft, directory)
+        if learner.done % settings.evaluation.every == 0 or is_last or learner.done == learner.turn:
+            evaluate(judge, learner, history, directory)
         if learner.done % settings.save_every == 0 or is_last:
             save_state(directory, learner, stream.place, history)
 
-    judge.take(dict(read_draft(directory).named_parameters()))
+    judge.take_written(directory)
     history.decoding["after"] = judge.decoding()
     say(decoding_lines(history.decoding["after"]))
     by_position = judge.by_position()
@@ -108,14 +115,33 @@ def train_draft(settings: TrainDraft) -> Path:
     return Path(settings.output).expanduser()
 
 
+def evaluate(judge: "Judge", learner: Learner, history: History, directory: Path | None = None) -> None:
+    """One more evaluation; the best one's draft is written into the directory."""
+    judge.take(learner.weights(), learner.input_scales)
+    kind = DraftFormat.nvfp4 if learner.is_rounding else DraftFormat.none
+    history.evaluations.append({"update": learner.done, "format": kind.value} | judge.acceptance())
+    say([evaluation_line(history.evaluations[-1])])
+    if directory is not None and history.best() is history.evaluations[-1]:
+        write_best(judge.draft, directory)
+
+
 def draft_config(settings: TrainDraft, model: StreamedModel) -> tuple[DraftConfig, Draft | None]:
     """The draft's shape, and the draft itself where draft.init gives one; UserError if it is not for this target."""
-    if settings.draft.init is not None:
-        draft = read_draft(find_model(settings.draft.init, "draft.init")).float()
+    option, start = "draft.init", settings.draft.init
+    if settings.qat.start_from is not None:
+        if start is not None or settings.qat.format is DraftFormat.none:
+            raise UserError(
+                "qat.start_from: needs qat=nvfp4, and takes the place of draft.init; leave one of them away"
+            )
+        option, start = "qat.start_from", settings.qat.start_from
+    if start is not None:
+        read = read_draft(find_model(start, option)).float()
+        draft = Draft(read.config)  # its linears are to be rounded anew, or not at all
+        draft.load_state_dict(read.state_dict())
         found, wanted = (draft.config.hidden_size, draft.config.vocab_size), (model.hidden_size, model.vocab_size)
         if found != wanted or draft.config.aux_layers[-1] >= len(model.layers):
             raise UserError(
-                f"draft.init={settings.draft.init}: hidden size and vocabulary {found}, aux_layers "
+                f"{option}={start}: hidden size and vocabulary {found}, aux_layers "
                 f"{list(draft.config.aux_layers)}; the target has {wanted} and {len(model.layers)} layers"
             )
         return draft.config, draft
@@ -210,6 +236,7 @@ def open_output(
     for name in ("target", "output", "states", "wandb", "save_every"):
         del chosen[name]
     del chosen["draft"]["init"]
+    chosen["qat"]["start_from"] = settings.qat.start_from is not None  # "start" below tells what it holds
     chosen["compute"] = {name: chosen["compute"][name] for name in ("dtype", "batch_tokens")}
     for group in ("data", "evaluation"):
         del chosen[group]["path"]  # what the files hold counts, not where they are
@@ -244,6 +271,7 @@ def new_learner(settings: TrainDraft, draft: Draft, target: Target | CapturedTar
         model.dtype,
         settings.parallel,
         settings.checkpointing,
+        settings.qat,
     )
 
 
@@ -301,17 +329,28 @@ class Judge:
         tokenizer: Any,
     ):
         self.settings, self.target, self.held_out, self.batching = settings, target, held_out, batching
-        self.draft = Draft(config).to(target.model.device, target.model.dtype).requires_grad_(False)
-        self.draft.set_vocabulary(target_ids)
+        draft = Draft(config)
+        draft.set_vocabulary(target_ids)
+        prepare(draft, settings.qat)
+        self.draft = self.placed(draft)
         how = settings.decoding
         longest = target.model.context - how.tokens - how.depth - 1
         self.prompts = prompts_of(held_out, how.prompts, longest)
         self.ends = stop_ids(tokenizer)
         self.plain: dict[int, list[int]] = {}
 
-    def take(self, weights: dict[str, torch.Tensor]) -> None:
+    def placed(self, draft: Draft) -> Draft:
+        return draft.to(self.target.model.device, self.target.model.dtype).requires_grad_(False)
+
+    def take(self, weights: dict[str, torch.Tensor], input_scales: dict[str, torch.Tensor] | None = None) -> None:
+        """Weights in fp32, by name: rounded to BF16, or to NVFP4 where there are input scales."""
         rounded = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
         self.draft.load_state_dict(self.draft.state_dict() | rounded)
+        if input_scales:
+            hold_rounded(self.draft, weights, input_scales, self.settings.qat)
+
+    def take_written(self, directory: Path) -> None:
+        self.draft = self.placed(read_draft(directory))
 
     def acceptance(self) -> dict[str, Any]:
         return acceptance(self.draft, self.target, self.held_out, self.batching, self.settings.loss)["natural"]
@@ -418,7 +457,7 @@ def run_facts(
 ) -> dict[str, Any]:
     """run.json: what went in and what came out."""
     parameters = sum(weight.numel() for weight in draft.parameters())
-    best = {key: history.best()[key] for key in ("update", "tau_greedy", "tau_sampled")}
+    best = {key: history.best()[key] for key in ("update", "format", "tau_greedy", "tau_sampled")}
     return {
         "settings": plain(settings),
         "environment": environment(pick_device(settings.compute)),
@@ -434,7 +473,7 @@ def run_facts(
         "by_position": by_position,
         "decoding": history.decoding if settings.decoding.prompts else {},
         "launch": launch_commands(settings, source),
-        "output_bytes": sum(weight.numel() * 2 for weight in draft.parameters()),
+        "output_bytes": (partial_directory(Path(settings.output)) / SINGLE).stat().st_size,
     }
 
 
@@ -442,7 +481,9 @@ def launch_commands(settings: TrainDraft, source: Checkpoint) -> dict[str, str]:
     """How SGLang serves the draft, as a chain and as a tree."""
     how = settings.decoding
     method = (source.config.get("quantization_config") or {}).get("quant_method")
-    quantized = " --speculative-draft-model-quantization unquant" if method else ""  # else it takes the target's
+    own = "unquant" if settings.qat.format is DraftFormat.none else "modelopt_fp4"
+    # without a word the draft is taken for quantized as the target is
+    quantized = "" if own == "unquant" and not method else f" --speculative-draft-model-quantization {own}"
     layout = " --quantization modelopt_fp4" if method == "modelopt" else ""
     common = (
         f"python -m sglang.launch_server --model-path {settings.target}{layout} --speculative-algorithm EAGLE3 "
@@ -473,8 +514,9 @@ def opening_lines(samples: Samples, held_out: Samples, draft: Draft, coverage: f
 
 def evaluation_line(figures: dict[str, Any]) -> str:
     alpha = " ".join(f"{x:.3f}" for x in figures["alpha"])
+    kind = ", in NVFP4" if figures["format"] == DraftFormat.nvfp4.value else ""
     return (
-        f"held out, after {figures['update']} updates: acceptance by step {alpha}; simulated accepted length "
+        f"held out, after {figures['update']} updates{kind}: acceptance by step {alpha}; simulated accepted length "
         f"{figures['tau_greedy']:.2f} greedy, {figures['tau_sampled']:.2f} sampled"
     )
 

@@ -42,10 +42,13 @@ def tensor_scale_for(largest: Tensor, rule: ScaleRule, power_of_two: bool) -> Te
     # A division of tensors: `number / tensor` in torch multiplies by a rounded reciprocal.
     scale = 1 / (torch.full_like(largest, E2M1_MAX * top, dtype=torch.float32) / largest)
     scale = scale.clamp(min=SMALLEST_TENSOR_SCALE)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return scale
+    return power_of_two_from(scale) if power_of_two else scale
+
+
+def power_of_two_from(scale: Tensor) -> Tensor:
+    """The smallest power of two that is not below `scale`, fp32, positive."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
 
 
 def to_e4m3(x: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from soar_prep.fouroversix.blocks import BLOCK, share_of_fours, tensor_scale_for
 from soar_prep.fouroversix.e2m1 import encode_e2m1, pack_codes, round_to_e2m1
-from soar_prep.fouroversix.tensor import NVFP4Tensor, quantize_to_nvfp4
+from soar_prep.fouroversix.quantizer import quantizer_for
+from soar_prep.fouroversix.tensor import NVFP4Tensor
 from soar_prep.gptq.exact import group_aware_order, solve_exactly
 from soar_prep.gptq.hessian import Factor, damped_diagonal, factorize, product
 from soar_prep.gptq.refine import refine
@@ -111,15 +112,6 @@ def order_of(diagonal: Tensor, settings: Quantize) -> Tensor | None:
     if settings.exact_loss:
         return group_aware_order(diagonal)
     return torch.argsort(diagonal, descending=True, stable=True)
-
-
-def quantizer_for(device: torch.device) -> Callable[..., NVFP4Tensor]:
-    """The truth; on a GPU its Triton twin, which gives the same bits in one pass instead of fifty."""
-    if device.type != "cuda":
-        return quantize_to_nvfp4
-    from soar_prep.fouroversix import triton_quantize  # triton is not there on every platform
-
-    return triton_quantize.quantize_to_nvfp4
 
 
 def solve(weight: Tensor, block_scales: Tensor, tensor_scale: Tensor, factor: Factor) -> NVFP4Tensor:

@@ -8,18 +8,17 @@ import torch
 from two_processes import UPDATES, lessons, new_learner, run
 
 from soar_prep.eagle3.learner import Learner, learning_rate
-from soar_prep.settings import LossKind, Optimizer, Parallel
+from soar_prep.settings import LossKind, Parallel
 
 
 def test_the_schedule_rises_and_falls():
     """Catches a first update of rate zero, a last one above it, or a warm-up that ends elsewhere."""
-    settings = Optimizer(learning_rate=1.0, warmup=0.1)
-    rates = [learning_rate(settings, done, 100) for done in range(100)]
+    rates = [learning_rate(1.0, 0.1, done, 100) for done in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == pytest.approx(1.0) == rates[10]
     assert rates[55] == pytest.approx(0.5)
     assert 0 < rates[99] < 1e-3
-    assert learning_rate(Optimizer(learning_rate=1.0, warmup=0.0), 0, 1) == 1.0
+    assert learning_rate(1.0, 0.0, 0, 1) == 1.0
 
 
 def test_bf16_computes_with_fp32_masters():
