@@ -433,7 +433,8 @@ def resume(directory: Path, learner: Learner) -> tuple[History, Place]:
 
 
 def finish(output: PartialOutput | None, facts: dict[str, Any], progress: Progress | None) -> None:
-    if output is not None and progress is not None:
+    if output is not None and progress is not None:  # the first process alone: it renames what the others would read
+        facts |= {"output_bytes": (output.directory / SINGLE).stat().st_size}
         output.add_json("run.json", facts)
         lines = (output.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         write_page(output.directory / "report.html", facts, [json.loads(line) for line in lines], progress.elapsed())
@@ -473,7 +474,6 @@ def run_facts(
         "by_position": by_position,
         "decoding": history.decoding if settings.decoding.prompts else {},
         "launch": launch_commands(settings, source),
-        "output_bytes": (partial_directory(Path(settings.output)) / SINGLE).stat().st_size,
     }
 
 
