@@ -104,12 +104,27 @@ def summary_rows(facts: Figures, metrics: list[Figures], elapsed: float) -> list
         ["Draft", f"{draft['parameters'] / 1e6:,.1f} million parameters, {size_text(facts['output_bytes'])}"],
         ["It reads", f"the outputs of layers {', '.join(map(str, draft['aux_layers']))} (from 0)"],
         ["Training", f"{updates:,} updates{epochs}; the draft after update {best:,} was the best, and is kept"],
+        ["In NVFP4", nvfp4_text(facts["evaluations"])],
         ["Time", time_text(elapsed)],
         ["Speed", f"{median(speeds):,.0f} tokens a second, the median of the updates" if speeds else ""],
         ["Memory", f"{size_text(max(memory))} at the highest" if memory else ""],
         ["Processes", str(facts["processes"])],
     ]
     return [row for row in rows if row[1]]
+
+
+def nvfp4_text(evaluations: list[Figures]) -> str:
+    """What rounding cost in simulated accepted length and what training under it brought back; empty for BF16."""
+    rounded = [figures for figures in evaluations if figures.get("format") == "nvfp4"]
+    if not rounded:
+        return ""
+    before = evaluations[len(evaluations) - len(rounded) - 1]
+    lengths = [before.get("tau_greedy"), rounded[0].get("tau_greedy"), max(f.get("tau_greedy") or 0.0 for f in rounded)]
+    in_bf16, at_first, best = map(number, lengths)
+    return (
+        f"rounded after update {rounded[0]['update']:,}, where simulated greedy decoding went from {in_bf16} in BF16 to "
+        f"{at_first} {ROUNDS}; trained under it, {best}"
+    )
 
 
 def decoding_section(decoding: Figures) -> str:

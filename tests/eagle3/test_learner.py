@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from two_processes import UPDATES, lessons, new_learner, run
+from safetensors.torch import load_file
+from two_processes import CONFIG, UPDATES, lessons, new_learner, run
 
-from soar_prep.eagle3.learner import Learner, learning_rate
-from soar_prep.settings import LossKind, Parallel
+from soar_prep.eagle3.draft import Draft
+from soar_prep.eagle3.export import read_draft, write_draft
+from soar_prep.eagle3.learner import Learner, Lessons, learning_rate
+from soar_prep.eagle3.nvfp4 import hold_rounded, prepare
+from soar_prep.settings import Activations, DraftFormat, LossKind, Parallel, Qat
 
 
 def test_the_schedule_rises_and_falls():
@@ -19,6 +23,19 @@ def test_the_schedule_rises_and_falls():
     assert rates[55] == pytest.approx(0.5)
     assert 0 < rates[99] < 1e-3
     assert learning_rate(1.0, 0.0, 0, 1) == 1.0
+
+
+def test_updates_under_nvfp4_have_a_schedule_of_their_own():
+    """Catches rounded weights trained at the end of a schedule, at a rate of zero."""
+    learner = new_learner(qat=Qat(DraftFormat.nvfp4, share=0.5, learning_rate=1e-3))
+    rates = []
+    for done in range(10):
+        learner.done = done
+        rates.append(learner.learning_rate())
+    assert rates[0] == 3e-3
+    assert rates[5] == 1e-3
+    assert 0 < rates[4] < 1e-3
+    assert 0 < rates[9] < 2e-4
 
 
 def test_bf16_computes_with_fp32_masters():
@@ -57,15 +74,47 @@ def test_accumulated_lessons_make_one_update():
     assert all(weight.grad is None for weight in two.parameters.values())
 
 
+@pytest.mark.parametrize("qat", [Qat(), Qat(DraftFormat.nvfp4, share=1.0, activations=Activations.static)], ids=str)
 @pytest.mark.parametrize("kind", list(LossKind))
-def test_checkpointing_changes_no_gradient(kind: LossKind):
+def test_checkpointing_changes_no_gradient(kind: LossKind, qat: Qat):
     """Catches a second forward pass with other weights than the first."""
-    plain, again = (new_learner(kind=kind, checkpointing=on, dtype=torch.bfloat16) for on in (False, True))
+    plain, again = (new_learner(kind=kind, checkpointing=on, dtype=torch.bfloat16, qat=qat) for on in (False, True))
     for learner in (plain, again):
+        if learner.turn == 0:
+            learner.start_rounding(lessons(0, 1, dtype=torch.bfloat16))
         for step in range(3):
             learner.update(lessons(step, 1, dtype=torch.bfloat16))
     for name, weight in plain.weights().items():
         assert torch.equal(weight, again.weights()[name]), name
+
+
+@pytest.mark.parametrize("activations", list(Activations))
+@pytest.mark.parametrize("head", [False, True], ids=["head in BF16", "head in NVFP4"])
+def test_the_file_holds_what_the_forward_pass_ran(tmp_path: Path, activations: Activations, head: bool):
+    """Catches a draft that is served with other weights than it was trained under: one more rounding, another scale.
+
+    Loss and acceptance of the files, loaded afresh, equal those of the training forward bit for bit.
+    """
+    qat = Qat(DraftFormat.nvfp4, share=1.0, activations=activations, lm_head=head)
+    learner = new_learner(dtype=torch.bfloat16, qat=qat)
+    learner.start_rounding(lessons(0, 1, dtype=torch.bfloat16))
+    learner.update(lessons(0, 1, dtype=torch.bfloat16))
+    draft = Draft(CONFIG)
+    draft.set_vocabulary(torch.arange(30))
+    prepare(draft, qat)
+    masters = learner.weights()
+    draft.load_state_dict(draft.state_dict() | masters)
+    draft.bfloat16()
+    hold_rounded(draft, masters, learner.input_scales, qat)
+    write_draft(draft, tmp_path / "draft")
+    (lesson,) = lessons(7, 1, dtype=torch.bfloat16)
+    served = Lessons(read_draft(tmp_path / "draft"), learner.module.inner.loss, learner.module.inner.embed)
+    with torch.no_grad():
+        (loss, trained), (again, found) = learner.module(lesson), served(lesson)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(a.figures.alpha, b.figures.alpha) for a, b in zip(trained.steps, found.steps, strict=True))
+    rounded = {name for name in load_file(tmp_path / "draft" / "model.safetensors") if name.endswith("weight_scale")}
+    assert len(rounded) == 7 + head
 
 
 def test_average_of_the_weights():
@@ -101,18 +150,20 @@ def test_weight_decay_spares_norms():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", list(DraftFormat))
 @pytest.mark.parametrize("parallel", list(Parallel))
-def test_two_processes_train_as_one(tmp_path: Path, parallel: Parallel):
+def test_two_processes_train_as_one(tmp_path: Path, parallel: Parallel, kind: DraftFormat):
     """Catches gradients that are averaged where they are to be summed, a lambda of one process's own samples, shards
     put together wrongly, and a saved state that another number of processes cannot load."""
     script = Path(__file__).with_name("two_processes.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     ran = subprocess.run(
-        [*launch, str(script), parallel.value, str(tmp_path)], capture_output=True, text=True, timeout=240
+        [*launch, str(script), parallel.value, kind.value, str(tmp_path)], capture_output=True, text=True, timeout=240
     )
     assert ran.returncode == 0, ran.stderr
     two: dict[str, Any] = torch.load(tmp_path / "two.pt", weights_only=True)
-    alone: Learner = new_learner(ema=0.9)
+    qat = Qat(kind, share=0.8)  # of 10 updates: under rounded weights from the third on
+    alone: Learner = new_learner(qat=qat, ema=0.9)
     updates = run(alone, UPDATES)
     for name in ("loss", "gradient_norm"):
         assert two[name] == pytest.approx([getattr(update, name) for update in updates], rel=2e-4), name
@@ -123,7 +174,8 @@ def test_two_processes_train_as_one(tmp_path: Path, parallel: Parallel):
     for kind in ("weight", "exp_avg", "exp_avg_sq", "ema"):
         for name, tensor in state[kind].items():
             torch.testing.assert_close(two["state"][kind][name], tensor, rtol=1e-3, atol=2e-5, msg=f"{kind} {name}")
-    resumed = new_learner(ema=0.9)
+    assert two["state"]["input_scales"] == state["input_scales"]
+    resumed = new_learner(qat=qat, ema=0.9)
     resumed.load(two["state"])
     assert resumed.done == UPDATES
     assert two["resumed"] is True

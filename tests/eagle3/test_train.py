@@ -106,6 +106,9 @@ def test_the_whole_road(tmp_path: Path, train_draft: Callable[..., Ran]):
 VARIANTS = {
     "plain": (),
     "average": ("optimizer.ema=0.9", "optimizer.accumulate=2", "positions.rule=aoi", "positions.gaps=2"),
+    # the saved state is of update 3: before the turn, which comes again, or after it
+    "nvfp4 to come": ("qat=nvfp4", "qat.share=0.5", "qat.activations=static", "optimizer.ema=0.9"),
+    "nvfp4": ("qat=nvfp4", "qat.share=0.75", "qat.lm_head=true"),
     "packed": ("data.pack=true", "checkpointing=true", "loss.kind=tv", "optimizer.weight_decay=0.1"),
 }
 
@@ -243,6 +246,30 @@ def test_from_an_existing_draft(tmp_path: Path, train_draft: Callable[..., Ran],
     assert (ran.code, "draft.init=" in ran.err) == (2, True)
 
 
+def test_nvfp4_draft(tmp_path: Path, train_draft: Callable[..., Ran], soar_prep: Callable[..., Ran]):
+    """Catches a draft in NVFP4 that is not trained under it, not told of, or that no server would know for one."""
+    output = tmp_path / "draft"
+    ran = train_draft(output, "qat=nvfp4", "qat.share=0.5", "optimizer.steps=20", "qat.learning_rate=1e-3")
+    assert (ran.code, ran.err) == (0, "")
+    facts = facts_of(output)
+    kinds = [(e["update"], e["format"]) for e in facts["evaluations"]]
+    assert kinds == [(n, "none") for n in (0, 4, 8, 10)] + [(n, "nvfp4") for n in (10, 12, 16, 20)]
+    assert facts["best"]["format"] == "nvfp4"  # though an evaluation in BF16 may have been better
+    assert "NVFP4" in (output / "report.html").read_text()
+    assert "--speculative-draft-model-quantization modelopt_fp4" in facts["launch"]["tree"]
+    assert metrics_of(output)[10]["learning_rate"] == pytest.approx(1e-3)
+    config = json.loads((output / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["fc", "lm_head"]
+    assert facts["decoding"]["after"]["chain"]["equal"] == 2
+    verified = soar_prep("verify", f"directory={output}")
+    assert (verified.code, "7 NVFP4 linears" in verified.out) == (0, True), verified.err
+    again = tmp_path / "again"  # a finished draft goes on under rounded weights
+    ran = train_draft(again, "qat=nvfp4", f"qat.start_from={output}", "optimizer.steps=2", "qat.lm_head=true")
+    assert (ran.code, ran.err) == (0, "")
+    assert {e["format"] for e in facts_of(again)["evaluations"][1:]} == {"nvfp4"}
+    assert json.loads((again / "config.json").read_text())["quantization_config"]["ignore"] == ["fc"]
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("qwen3", ("draft.aux_layers=leave_out",)), ("llama", ("data.regenerate=true", "data.answer_tokens=8"))],
@@ -273,12 +300,30 @@ def test_other_targets_and_regenerated_answers(
         ("loss.steps=0", "loss.steps=0: expected 1 or more"),
         ("loss.kind=l2", "loss.kind=l2"),
         ("positions.rule=alibi", "positions.rule=alibi"),
+        ("qat=fp8", "nvfp4"),
+        ("qat.start_from=/nowhere", "qat.start_from: needs qat=nvfp4"),
+        ("qat.share=1.5", "qat.share=1.5"),
         ("optimizer.learning_rat=1", "did you mean optimizer.learning_rate"),
     ],
 )
 def test_wrong_options_are_told(tmp_path: Path, train_draft: Callable[..., Ran], option: str, told: str):
     """Catches an option that is ignored, or that fails late and in torch's words."""
     ran = train_draft(tmp_path / "draft", option)
+    assert (ran.code, told in ran.err) == (2, True), ran.err
+    assert not (tmp_path / "draft.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("qat.scale_error=hessian_diag",), "qat.scale_error=hessian_diag: a draft in training has no Hessian"),
+        (("draft.intermediate_size=40",), "midlayer.mlp.down_proj has 40 inputs, which do not divide into blocks"),
+        (("qat.start_from=a", "draft.init=b"), "takes the place of draft.init"),
+    ],
+)
+def test_wrong_options_of_nvfp4_are_told(tmp_path: Path, train_draft: Callable[..., Ran], options: Any, told: str):
+    """Catches a draft that cannot be rounded and is trained all the same."""
+    ran = train_draft(tmp_path / "draft", "qat=nvfp4", *options)
     assert (ran.code, told in ran.err) == (2, True), ran.err
     assert not (tmp_path / "draft.partial").exists()
 

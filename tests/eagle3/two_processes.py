@@ -1,6 +1,6 @@
 """A learner on made-up lessons; run by torch.distributed.run, each process takes its rows of every lesson.
 
-python -m torch.distributed.run --nproc-per-node=2 two_processes.py ddp|fsdp DIRECTORY
+python -m torch.distributed.run --nproc-per-node=2 two_processes.py ddp|fsdp none|nvfp4 DIRECTORY
 """
 
 import sys
@@ -14,12 +14,12 @@ from soar_prep.eagle3.data import Batch
 from soar_prep.eagle3.draft import Draft, DraftConfig
 from soar_prep.eagle3.learner import Learner, Lesson, Update
 from soar_prep.eagle3.ttt import ask_teacher
-from soar_prep.settings import Loss, LossKind, Optimizer, Parallel
+from soar_prep.settings import DraftFormat, Loss, LossKind, Optimizer, Parallel, Qat
 
 VOCABULARY, WIDTH, ROWS, TOKENS, UPDATES = 40, 16, 4, 12, 3
 CONFIG = DraftConfig(
     hidden_size=WIDTH,
-    intermediate_size=24,
+    intermediate_size=32,
     num_attention_heads=2,
     num_key_value_heads=1,
     head_dim=8,
@@ -39,6 +39,7 @@ def new_learner(
     dtype: torch.dtype = torch.float32,
     parallel: Parallel = Parallel.ddp,
     checkpointing: bool = False,
+    qat: Qat | None = None,
     **optimizer: Any,
 ) -> Learner:
     torch.manual_seed(0)
@@ -54,6 +55,7 @@ def new_learner(
         dtype,
         parallel,
         checkpointing,
+        qat,
     )
 
 
@@ -75,7 +77,11 @@ def lessons(first: int, count: int, rows: slice = slice(None), dtype: torch.dtyp
 
 
 def run(learner: Learner, updates: int, rows: slice = slice(None)) -> list[Update]:
-    done = [learner.update(lessons(number, 1, rows)) for number in range(updates)]
+    done = []
+    for number in range(updates):
+        if learner.done == learner.turn:
+            learner.start_rounding(lessons(0, 1, rows))
+        done.append(learner.update(lessons(number, 1, rows)))
     assert all(update is not None for update in done)
     return [update for update in done if update is not None]
 
@@ -84,11 +90,11 @@ def main() -> None:
     processes = PartialState(cpu=True)
     share = ROWS // processes.num_processes
     rows = slice(processes.process_index * share, (processes.process_index + 1) * share)
-    parallel, directory = Parallel(sys.argv[1]), Path(sys.argv[2])
-    learner = new_learner(parallel=parallel, ema=0.9)
+    parallel, qat, directory = Parallel(sys.argv[1]), Qat(DraftFormat(sys.argv[2]), share=0.8), Path(sys.argv[3])
+    learner = new_learner(parallel=parallel, qat=qat, ema=0.9)
     updates = run(learner, UPDATES, rows)
     state = learner.state()
-    again = new_learner(parallel=parallel, ema=0.9)
+    again = new_learner(parallel=parallel, qat=qat, ema=0.9)
     again.load(state)
     (one,), (other,) = run_from(learner, rows), run_from(again, rows)
     if processes.is_main_process:
