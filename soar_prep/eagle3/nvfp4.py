@@ -25,10 +25,10 @@ LAYER = tuple(f"midlayer.self_attn.{x}_proj" for x in "qkvo") + tuple(
 FC, HEAD = "fc", "lm_head"
 
 
-def prepare(draft: Draft, qat: Qat) -> None:
-    """Make NVFP4Linears of the linears that `qat` names; none is rounded yet. UserError for what cannot be."""
+def names_to_round(draft: Draft, qat: Qat) -> tuple[str, ...]:
+    """The linears that `qat` wants in NVFP4; UserError for what cannot be."""
     if qat.format is DraftFormat.none:
-        return
+        return ()
     if qat.scale_error is ScaleError.hessian_diag:
         raise UserError(
             "qat.scale_error=hessian_diag: a draft in training has no Hessian; expected mse, mae or abs_max"
@@ -41,7 +41,12 @@ def prepare(draft: Draft, qat: Qat) -> None:
                 f"qat.format=nvfp4: {name} has {width} inputs, which do not divide into blocks of {BLOCK}; "
                 "change the draft's shape"
             )
-    to_nvfp4_linears(draft, names, qat.activations)
+    return names
+
+
+def prepare(draft: Draft, qat: Qat) -> None:
+    """Make NVFP4Linears of the linears that `qat` names; none is rounded yet. UserError for what cannot be."""
+    to_nvfp4_linears(draft, names_to_round(draft, qat), qat.activations)
 
 
 def start_rounding(draft: Draft, input_scales: Mapping[str, Tensor]) -> None:

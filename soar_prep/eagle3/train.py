@@ -21,7 +21,7 @@ from soar_prep.eagle3.draft import Draft, DraftConfig
 from soar_prep.eagle3.evaluate import TargetStates, acceptance, decode_prompts, position_buckets, prompts_of
 from soar_prep.eagle3.export import read_draft, write_files
 from soar_prep.eagle3.learner import Learner, Lesson, Update
-from soar_prep.eagle3.nvfp4 import hold_rounded, prepare
+from soar_prep.eagle3.nvfp4 import hold_rounded, names_to_round, prepare
 from soar_prep.eagle3.positions import draw_positions
 from soar_prep.eagle3.regenerate import regenerate_parts
 from soar_prep.eagle3.report_page import write_page
@@ -73,6 +73,7 @@ def train_draft(settings: TrainDraft) -> Path:
     target, held_out, samples = target_and_data(settings, model, tokenizer, hashes, config.aux_layers)
     draft, coverage = new_draft(settings, model, tokenizer, samples, config, known)
     check_lengths(settings, draft.config, held_out, samples)
+    names_to_round(draft, settings.qat)  # tells what cannot be before anything is written
     batching = batching_of(settings, processes)
     updates = count_updates(settings, samples, batching)
     say(opening_lines(samples, held_out, draft, coverage, updates))
