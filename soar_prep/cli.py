@@ -89,7 +89,7 @@ COMMANDS = {
         "a target and conversations in, an EAGLE-3 draft for speculative decoding out",
         "soar-prep train-draft target=/models/m data.path=chats.jsonl output=/models/m-draft\n"
         "  accelerate launch -m soar_prep.cli train-draft target=/models/m states=/states/m output=/models/m-draft",
-        "data=builtin (chat, text, tokens) is",
+        "qat=nvfp4 is short for qat.format=nvfp4; data=builtin (chat, text, tokens) is",
     ),
     "capture": Command(
         Capture,

@@ -122,8 +122,8 @@ def nvfp4_text(evaluations: list[Figures]) -> str:
     lengths = [before.get("tau_greedy"), rounded[0].get("tau_greedy"), max(f.get("tau_greedy") or 0.0 for f in rounded)]
     in_bf16, at_first, best = map(number, lengths)
     return (
-        f"rounded after update {rounded[0]['update']:,}, where simulated greedy decoding went from {in_bf16} in BF16 to "
-        f"{at_first} {ROUNDS}; trained under it, {best}"
+        f"rounded after update {rounded[0]['update']:,}, where simulated greedy decoding went from {in_bf16} in BF16 "
+        f"to {at_first} {ROUNDS}; trained under it, {best}"
     )
 
 
