@@ -16,7 +16,17 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from soar_prep.errors import CheckFailed, UserError
-from soar_prep.settings import Capture, Compute, Quantize, TrainDraft, Verify, check_ranges, manual, option_names
+from soar_prep.settings import (
+    Capture,
+    Compute,
+    Quantize,
+    Selftest,
+    TrainDraft,
+    Verify,
+    check_ranges,
+    manual,
+    option_names,
+)
 
 BAD_INPUT, CHECK_FAILED, INTERRUPTED = 2, 3, 130
 
@@ -27,7 +37,7 @@ class Command:
     run: Callable[[Any], None]
     summary: str
     example: str
-    short: str  # which option groups may be given by the name of their source
+    short: str  # which option groups may be given by the name of their source, if any
 
 
 def run_quantize(settings: Quantize) -> None:
@@ -62,6 +72,12 @@ def run_verify(settings: Verify) -> None:
 
     prepare(settings.compute)
     verify(settings)
+
+
+def run_selftest(settings: Selftest) -> None:
+    from soar_prep.selftest import selftest
+
+    selftest(settings)
 
 
 def prepare(compute: Compute) -> None:
@@ -105,11 +121,18 @@ COMMANDS = {
         "soar-prep verify out/smollm2-nvfp4 reference=HuggingFaceTB/SmolLM2-135M-Instruct gate.max_kl=0.1",
         "evaluation=chat (builtin, text, tokens) is",
     ),
+    "selftest": Command(
+        Selftest,
+        run_selftest,
+        "compare every kernel that this device can run with the plain-torch truth",
+        "soar-prep selftest device=cuda:0",
+        "",
+    ),
 }
 
 
 def main() -> int:
-    """Run one command; 0 well, 2 the user's input, 3 a bad checkpoint, 130 interrupted."""
+    """Run one command; 0 well, 2 the user's input, 3 a bad checkpoint or kernel, 130 interrupted."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview())
@@ -199,12 +222,12 @@ def overview() -> str:
 
 def manual_page(name: str) -> str:
     command = COMMANDS[name]
+    short = f"{command.short} short for their .source.\n" if command.short else ""
     text = (
         f"soar-prep {name}: {command.summary}\n\n  {command.example}\n\n"
         f"Options, as option=default:\n\n{manual(command.settings)}\n\n"
-        f"{command.short} short for their .source.\n"
-        "--cfg job prints the composed settings, --multirun runs every combination of comma-separated values.\n"
-        "Exit codes: 0 done, 2 bad input, 3 the checkpoint is broken or above gate.max_kl."
+        f"{short}--cfg job prints the composed settings, --multirun runs every combination of comma-separated values.\n"
+        "Exit codes: 0 done, 2 bad input, 3 the checkpoint is broken or above gate.max_kl, or a kernel is wrong."
     )
     return text.replace("$", "$$")
 

@@ -6,4 +6,4 @@ class UserError(Exception):
 
 
 class CheckFailed(Exception):
-    """A checkpoint is not what it should be: broken, or worse than the user allowed. Exit code 3."""
+    """A checkpoint or a kernel is not what it should be: broken, or worse than allowed. Exit code 3."""

@@ -373,6 +373,11 @@ class Capture:
     compute: Compute = option(Compute, "where and how")
 
 
+@dataclass
+class Selftest:
+    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
+
+
 def manual(settings: type, prefix: str = "") -> str:
     """The options of a settings class as manual-page text, nested classes by their dotted names."""
     lines: list[str] = []

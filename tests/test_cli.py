@@ -10,7 +10,7 @@ import yaml
 from safetensors import safe_open
 
 from soar_prep.errors import CheckFailed, UserError
-from soar_prep.settings import Quantize, Verify, manual
+from soar_prep.settings import Quantize, Selftest, Verify, manual
 
 SoarPrep = Callable[..., Any]
 GOOD = ("model=m", "output=o")
@@ -30,7 +30,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize(("command", "settings"), [("quantize", Quantize), ("verify", Verify)])
+@pytest.mark.parametrize(("command", "settings"), [("quantize", Quantize), ("verify", Verify), ("selftest", Selftest)])
 def test_help_is_the_whole_manual(command: str, settings: type, soar_prep: SoarPrep):
     """Catches a help page of Hydra's in place of ours, or one that a `$` or brace in a text mangles."""
     ran = soar_prep(command, "--help")
@@ -47,6 +47,7 @@ def test_overview_names_every_command(soar_prep: SoarPrep):
         assert (ran.code, ran.err) == (code, "")
         assert "quantize " in ran.out
         assert "verify " in ran.out
+        assert "selftest " in ran.out
 
 
 REFUSED = {

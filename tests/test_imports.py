@@ -16,7 +16,7 @@ ORDER = [
     ["checkpoint", "text", "report", "page", "sala"],
     ["streaming"],
     ["quality"],
-    ["gptq", "eagle3", "verify"],
+    ["gptq", "eagle3", "verify", "selftest"],
     ["cli"],
 ]
 RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}
@@ -55,6 +55,14 @@ def test_order_of_the_number_format():
             assert inside <= set(order[:place])
 
 
+def test_order_of_the_product():
+    """Catches a truth that knows of its kernels, and a kernel that picks another one."""
+    order = ["gemm", "triton_gemm", "native", "product"]
+    for place, name in enumerate(order):
+        inside = {n.removeprefix("qat.") for n in imported(PACKAGE / "qat" / f"{name}.py") if n.startswith("qat.")}
+        assert inside <= set(order[:place])
+
+
 LIGHT = {
     "soar_prep": ["torch", "transformers", "hydra", "numpy", "wandb", "datasets", "accelerate", "safetensors"],
     "soar_prep.settings": ["torch", "transformers", "hydra", "numpy"],
@@ -62,6 +70,7 @@ LIGHT = {
     "soar_prep.fouroversix.tensor": ["transformers", "hydra", "wandb", "datasets", "accelerate"],
     "soar_prep.layouts": ["transformers", "hydra", "wandb", "datasets", "accelerate"],
     "soar_prep.checkpoint": ["transformers", "hydra", "wandb", "datasets", "accelerate"],
+    "soar_prep.selftest": ["transformers", "hydra", "wandb", "datasets", "accelerate"],
     "soar_prep.verify": ["transformers", "hydra", "wandb", "datasets", "accelerate"],
     "soar_prep.gptq.quantize": ["hydra", "wandb", "datasets"],
 }

@@ -45,7 +45,8 @@ def matmul(x: Tensor | NVFP4Tensor, weight: NVFP4Tensor, dtype: torch.dtype) -> 
         return truth.matmul(x, weight, dtype)
     scale = weight.tensor_scale
     if isinstance(x, NVFP4Tensor):
-        x, scale = write_operand(x, torch.bfloat16), scale * x.tensor_scale
+        scale = scale * x.tensor_scale
+        x = write_operand(x, torch.bfloat16)
     if len(x) <= MOST_ROWS:
         # Few rows of W a program, so that 4096 of them are a program for each processor. A step of x waits in shared
         # memory, of which sm_120 has 99 KiB.
@@ -166,10 +167,13 @@ def matmul_kernel(
         s = tl.load(scale_places, mask=block[None, :] < left // 16, other=0)
         s = e4m3_value(s) * (2.0**118 if IS_BF16 else 2.0**6)  # 2^-8 is left: see `two_columns`
         s = tl.reshape(tl.broadcast_to(s[:, :, None], (BLOCK_N, BLOCK_K // 16, 2)), (BLOCK_N, BLOCK_K // 8))
+        # A tensor core cuts its sums off, towards zero, sixteen columns at a time: short sums, which are then rounded.
+        step = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for j in tl.static_range(4):
             w = two_columns(words, s, j, IS_BF16, ON_CPU)
             part = (quads >> (16 * j)).to(tl.int16).to(tl.bfloat16 if IS_BF16 else tl.float16, bitcast=True)
-            sums = tl.dot(part.to(w.dtype), tl.trans(w), sums, input_precision="ieee")
+            step = tl.dot(part.to(w.dtype), tl.trans(w), step, input_precision="ieee")
+        sums += step
         x_places += BLOCK_K // 4
         code_places += BLOCK_K // 8
         scale_places += BLOCK_K // 16
