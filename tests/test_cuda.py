@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import ON_GPU
 
 from soar_prep.fouroversix.tensor import round_activations
 from soar_prep.gptq.hessian import InputStatistics
 from soar_prep.gptq.solve import solve_group
 from soar_prep.settings import Quantize
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [*ON_GPU]
 
 
 def correlated(tokens: int, columns: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import NEEDS_GPU
 
 from soar_prep import selftest
 from soar_prep.fouroversix.tensor import quantize_to_nvfp4
@@ -94,7 +95,7 @@ def test_an_unusable_device_is_refused(soar_prep: SoarPrep):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@NEEDS_GPU
 def test_on_a_gpu(soar_prep: SoarPrep, monkeypatch: pytest.MonkeyPatch):
     """Catches a kernel that differs on this very GPU."""
     monkeypatch.undo()

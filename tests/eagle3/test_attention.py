@@ -3,6 +3,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from interpreter import NEEDS_GPU
 from torch import Tensor
 
 from soar_prep.eagle3 import attention
@@ -252,7 +253,7 @@ def test_the_decision_is_made_once(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@NEEDS_GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("own", [0, 6])
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import NEEDS_GPU
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -288,7 +289,7 @@ def test_fork_shares_what_only_grows(models: Models):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@NEEDS_GPU
 @pytest.mark.parametrize("name", ["llama", "gemma2", "lfm2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(name: str, dtype: torch.dtype, model_directory: Callable[[str], Path]):

@@ -4,24 +4,16 @@ The tests of the kernels' results run on a GPU, or without one on the CPU under 
 has to be chosen before triton is imported, so `test_under_the_interpreter` runs this file in a process of its own.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import triton
+from interpreter import COMPILED, ON_CPU, ON_GPU, in_a_child, run_interpreted
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from soar_prep.eagle3 import attention, triton_attention
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_GPU = torch.cuda.is_available()
-ON_CPU = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
-ON_GPU = (pytest.mark.cuda, pytest.mark.skipif(not HAS_GPU, reason="no GPU"))
-COMPILED = pytest.mark.skipif(INTERPRETED, reason="needs the compiler, which the interpreter replaces")
 # Unit roundoff; the interpreter cuts what it stores as bf16, which costs twice that.
 UNIT = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -112,13 +104,7 @@ def test_compiles(kernel: str, capability: int):
     assert "ld.global.v4" in compiled.asm["ptx"]
 
 
-@COMPILED
-@pytest.mark.skipif(HAS_GPU, reason="the same tests run on the GPU")
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="numpy 2.4 breaks run-time loop bounds in this interpreter")
-@pytest.mark.slow
+@in_a_child
 def test_under_the_interpreter():
     """Everything above that needs no compiler, on a machine without a GPU."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not cuda", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    run_interpreted(__file__)

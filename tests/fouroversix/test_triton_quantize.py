@@ -4,15 +4,13 @@ The tests of the kernel's result run on a GPU, or without one on the CPU under T
 to be chosen before triton is imported, so `test_under_the_interpreter` runs this file in a process of its own.
 """
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from interpreter import COMPILED, NEEDS_GPU, ON_CPU, ON_GPU, in_a_child, run_interpreted
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -20,12 +18,6 @@ from soar_prep.fouroversix import tensor as truth
 from soar_prep.fouroversix import triton_quantize
 from soar_prep.fouroversix.blocks import E4M3_LARGEST, E4M3_SMALLEST, tensor_scale_for
 from soar_prep.settings import ScaleError, ScaleRule
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_GPU = torch.cuda.is_available()
-ON_CPU = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
-ON_GPU = (pytest.mark.cuda, pytest.mark.skipif(not HAS_GPU, reason="no GPU"))
-COMPILED = pytest.mark.skipif(INTERPRETED, reason="needs the compiler, which the interpreter replaces")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TIES = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -0.0])
@@ -189,7 +181,7 @@ def test_inputs_that_cannot_be_quantized_are_named(device):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+@NEEDS_GPU
 def test_the_truth_has_the_same_bits_on_a_gpu():
     """torch on CUDA turns `x / 6.0` into x * (1 / 6.0): m = 56.999996 then gets block scale 10 and not 9."""
     weight = gaussian(17, 48)
@@ -240,13 +232,7 @@ def test_compiles_to_unfused_arithmetic(rule, error, capability):
     assert compiled.metadata.shared == 0, "a thread no longer holds whole blocks"
 
 
-@COMPILED
-@pytest.mark.skipif(HAS_GPU, reason="the same tests run on the GPU")
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="numpy 2.4 breaks run-time loop bounds in this interpreter")
-@pytest.mark.slow
+@in_a_child
 def test_under_the_interpreter():
     """Everything above that needs no compiler, on a machine without a GPU."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not cuda", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    run_interpreted(__file__)

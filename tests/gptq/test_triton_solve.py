@@ -4,14 +4,12 @@ The tests of the kernel's result run on a GPU, or without one on the CPU under T
 to be chosen before triton is imported, so `test_under_the_interpreter` runs this file in a process of its own.
 """
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 import triton
+from interpreter import COMPILED, ON_CPU, ON_GPU, in_a_child, run_interpreted
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -22,12 +20,6 @@ from soar_prep.fouroversix.tensor import quantize_to_nvfp4
 from soar_prep.gptq import solve, triton_solve
 from soar_prep.gptq.hessian import factorize
 from soar_prep.settings import ScaleError, ScaleRule
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_GPU = torch.cuda.is_available()
-ON_CPU = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
-ON_GPU = (pytest.mark.cuda, pytest.mark.skipif(not HAS_GPU, reason="no GPU"))
-COMPILED = pytest.mark.skipif(INTERPRETED, reason="needs the compiler, which the interpreter replaces")
 
 
 @pytest.fixture(params=[pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=ON_GPU)])
@@ -112,12 +104,7 @@ def test_compiles_to_unfused_arithmetic(capability: int):
     assert "shfl" not in ptx, "a thread no longer holds its row"
 
 
-@COMPILED
-@pytest.mark.skipif(HAS_GPU, reason="the same tests run on the GPU")
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="numpy 2.4 breaks run-time loop bounds in this interpreter")
-@pytest.mark.slow
+@in_a_child
 def test_under_the_interpreter():
     """Everything above that needs no compiler, on a machine without a GPU."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not cuda", __file__]
-    child = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    run_interpreted(__file__)

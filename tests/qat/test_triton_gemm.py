@@ -3,13 +3,10 @@
 As the quantizer's tests: on a GPU, or on the CPU under Triton's interpreter in a process of its own.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import triton
+from interpreter import COMPILED, NEEDS_GPU, ON_CPU, ON_GPU, in_a_child, run_interpreted
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -18,12 +15,6 @@ from soar_prep.fouroversix.e2m1 import pack_codes
 from soar_prep.fouroversix.tensor import NVFP4Tensor, quantize_activations, quantize_to_nvfp4
 from soar_prep.qat import gemm, product, triton_gemm
 from soar_prep.settings import ScaleError, ScaleRule
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_GPU = torch.cuda.is_available()
-ON_CPU = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
-ON_GPU = (pytest.mark.cuda, pytest.mark.skipif(not HAS_GPU, reason="no GPU"))
-COMPILED = pytest.mark.skipif(INTERPRETED, reason="needs the compiler, which the interpreter replaces")
 
 SCALES = (2.0**-13, 1.7e-4)
 OF_LARGEST = 2e-6  # of the largest |y|: what the order of fp32 sums may change, see triton_gemm.py
@@ -50,9 +41,8 @@ def quantized(rows: int, columns: int, tensor_scale: float) -> NVFP4Tensor:
 
 def exact(x: Tensor | NVFP4Tensor, weight: NVFP4Tensor) -> Tensor:
     """The product in float64."""
-    dense = x.dequantize(torch.float64) if isinstance(x, NVFP4Tensor) else x.double()
-    if isinstance(x, NVFP4Tensor):  # `dequantize` rounds under a tensor scale that is no power of two
-        dense = x.operand().double() * x.tensor_scale.double()
+    # not `dequantize`, which rounds under a tensor scale that is no power of two
+    dense = x.operand().double() * x.tensor_scale.double() if isinstance(x, NVFP4Tensor) else x.double()
     return dense @ (weight.operand().double() * weight.tensor_scale.double()).T
 
 
@@ -123,7 +113,7 @@ def test_inputs_that_cannot_be_multiplied_are_named(device):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+@NEEDS_GPU
 @pytest.mark.parametrize("rows", [1, 48, 300])
 def test_same_bf16_bits_as_the_truth_on_a_gpu(rows):
     """Sums that lose bits in the tensor cores, or bf16 partial sums, at K = 4096."""
@@ -187,13 +177,7 @@ def test_compiles_to_packed_decoding(capability, is_bf16):
         assert f".f32.{kind}.{kind}" in ptx, "products are not of 16-bit operands, summed in fp32"
 
 
-@COMPILED
-@pytest.mark.skipif(HAS_GPU, reason="the same tests run on the GPU")
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="numpy 2.4 breaks run-time loop bounds in this interpreter")
-@pytest.mark.slow
+@in_a_child
 def test_under_the_interpreter():
     """Everything above that needs no compiler, on a machine without a GPU."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not cuda", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    run_interpreted(__file__)

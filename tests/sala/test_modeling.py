@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import init_empty_weights
+from interpreter import NEEDS_GPU
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -263,7 +264,7 @@ def test_bfloat16(model: MiniCPMSALAForCausalLM):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@NEEDS_GPU
 def test_64k_tokens_through_a_whole_model():
     """Catches anything as large as tokens x tokens (4 GiB a head), and a cache that continues another text."""
     torch.manual_seed(5)

@@ -5,14 +5,11 @@ has to be chosen before triton is imported, so `test_under_the_interpreter` runs
 multiplies BF16 wrongly, so it gets fp32.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
+from interpreter import COMPILED, NEEDS_GPU, ON_CPU, ON_GPU, in_a_child, run_interpreted
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -20,11 +17,6 @@ from triton.compiler import ASTSource
 from soar_prep.sala import infllm, triton_infllm
 from soar_prep.sala.configuration import SparseAttention
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_GPU = torch.cuda.is_available()
-ON_CPU = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
-ON_GPU = (pytest.mark.cuda, pytest.mark.skipif(not HAS_GPU, reason="no GPU"))
-COMPILED = pytest.mark.skipif(INTERPRETED, reason="needs the compiler, which the interpreter replaces")
 SMALL = SparseAttention(
     kernel_size=8, kernel_stride=4, init_blocks=1, block_size=16, window_size=32, topk=3, dense_len=64
 )
@@ -169,7 +161,7 @@ def test_rounding(dtype: torch.dtype, width: int, device: str, monkeypatch: pyte
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+@NEEDS_GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [16384, 5, 1])
 def test_real_shapes(tokens: int, dtype: torch.dtype):
@@ -187,7 +179,7 @@ def test_real_shapes(tokens: int, dtype: torch.dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+@NEEDS_GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_at_real_shapes(dtype: torch.dtype):
     """Catches rounding beyond plain torch's over 96 blocks of 64, for a kv head and its 16 heads, in three pieces."""
@@ -225,7 +217,7 @@ def test_the_same_blocks_at_real_shapes(dtype: torch.dtype, device: str):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+@NEEDS_GPU
 def test_a_long_context():
     """Catches memory that grows with the square of the context: at 64K tokens, L x L would take 128 GiB."""
     q, k, v, _ = drawn((32, 2, 65536, 65536, False), "cuda", torch.bfloat16, width=128)
@@ -262,12 +254,7 @@ def test_compiles(heads: int, width: int, block: int, dtype: str, kernel: str, c
     assert compiled.metadata.shared <= 99 * 1024
 
 
-@COMPILED
-@pytest.mark.skipif(HAS_GPU, reason="the same tests run on the GPU")
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="numpy 2.4 breaks run-time loop bounds in this interpreter")
-@pytest.mark.slow
+@in_a_child
 def test_under_the_interpreter():
     """Everything above that needs no compiler, on a machine without a GPU."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not cuda", __file__]
-    child = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    run_interpreted(__file__)

@@ -5,13 +5,10 @@ has to be chosen before triton is imported, so `test_under_the_interpreter` runs
 multiplies BF16 wrongly, so it gets fp32.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import triton
+from interpreter import COMPILED, NEEDS_GPU, ON_CPU, ON_GPU, in_a_child, run_interpreted
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -19,11 +16,6 @@ from triton.compiler import ASTSource
 from soar_prep.sala import lightning, triton_lightning
 from soar_prep.sala.lightning import by_recurrence
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_GPU = torch.cuda.is_available()
-ON_CPU = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
-ON_GPU = (pytest.mark.cuda, pytest.mark.skipif(not HAS_GPU, reason="no GPU"))
-COMPILED = pytest.mark.skipif(INTERPRETED, reason="needs the compiler, which the interpreter replaces")
 NAMES = ("o", "state", "dq", "dk", "dv", "d start")
 
 
@@ -124,7 +116,7 @@ def test_one_gradient_alone(device: str):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+@NEEDS_GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tensor_cores(dtype: torch.dtype):
     """Catches rounding beyond that of plain torch in the same dtype: at most twice its error, at the real width."""
@@ -156,7 +148,7 @@ def plain_chunks(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor)
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+@NEEDS_GPU
 def test_a_long_context():
     """Catches offsets that overflow, and memory that grows faster than the context: 64K tokens at the real shapes."""
     q, k, v = (torch.randn(1, 65536, 32, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
@@ -197,12 +189,7 @@ def test_compiles(dtype: str, kernel: str, reverse: bool, capability: int):
     assert compiled.metadata.shared <= 99 * 1024
 
 
-@COMPILED
-@pytest.mark.skipif(HAS_GPU, reason="the same tests run on the GPU")
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="numpy 2.4 breaks run-time loop bounds in this interpreter")
-@pytest.mark.slow
+@in_a_child
 def test_under_the_interpreter():
     """Everything above that needs no compiler, on a machine without a GPU."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not cuda", __file__]
-    child = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    run_interpreted(__file__)
