@@ -1,4 +1,4 @@
-"""`matmul` of gemm.py on GPUs without FP4 units: the truth's products on BF16 or FP16 tensor cores, to the last bit.
+"""`matmul` of gemm.py on GPUs without FP4 units: the truth's products, each exact, on BF16 or FP16 tensor cores.
 
 x [M, K] activations   W [N, K] weight   e [.., K] E2M1 values   s [.., K/16] E4M3 block scales   t tensor scale
 y = t sum_k x (e s), t of both operands where both are packed
@@ -6,16 +6,17 @@ y = t sum_k x (e s), t of both operands where both are packed
 Truth: gemm.py. Every e s is exact in bf16 and in fp16 and so is its product with an x in fp32; sums are in fp32; t
 comes in once, in fp32, before the one rounding to the output dtype. Two roads:
 
-    M <= 64   one kernel decodes W in registers as it multiplies: bound by the bytes of W.
-    above     a kernel writes e s [N, K] and cuBLAS multiplies: bound by its arithmetic.
+    M <= 64   one kernel decodes W in registers as it multiplies: W's packed bytes are read once.
+    above     a kernel writes e s [N, K] and cuBLAS multiplies.
 
 Layout: a 32-bit word holds columns 8 i .. 8 i + 7 of a row, one a nibble. Nibbles j and j + 4 are 16 bits apart, so
 shifts and masks take both to where bf16 and fp16 have sign, exponent and mantissa, with no move of their own. The sum
 is four dots, dot j over columns j, j + 4, j + 8, ...; x, read as 64-bit words of four columns, splits the same way.
 
 Limits: x in bf16 or fp16, or packed; K a multiple of 16; M and N any. What may differ from the truth is the order of
-the sums: in fp32 y is within 2e-6 of the exact one, relative to the largest |y|, and a bf16 or fp16 output has the
-truth's bits except where the exact value is that near to a tie. Under the interpreter operands are multiplied in fp32.
+the sums. The bar is fp32 y within 2e-6 of the exact one, relative to the largest |y|, and the truth's bits in bf16 or
+fp16 except where the exact value is that near to a tie. Under the interpreter, which multiplies operands in fp32, it
+holds; the kernels compile for sm_80, sm_90 and sm_120. NOT RUN YET on a GPU: `soar-prep selftest` compares them there.
 """
 
 import torch
@@ -27,10 +28,9 @@ from soar_prep.fouroversix.blocks import BLOCK
 from soar_prep.fouroversix.tensor import NVFP4Tensor
 from soar_prep.qat import gemm as truth
 
-# The largest M that the one kernel takes: one tile of x holds it, and W is read and decoded once. With a second tile it
-# is decoded twice, at an arithmetic cost near that of the dense product.
+# The largest M that the one kernel takes: one tile of x holds it, so W is read and decoded once.
 MOST_ROWS = 64
-# Rows of x that go through cuBLAS at a time: their fp32 sums [2048, N] are then read back from the L2 cache.
+# Rows of x that go through cuBLAS at a time: bounds the fp32 sums [2048, N] that wait for their scale.
 ROWS_AT_ONCE = 2048
 
 
@@ -167,7 +167,7 @@ def matmul_kernel(
         s = tl.load(scale_places, mask=block[None, :] < left // 16, other=0)
         s = e4m3_value(s) * (2.0**118 if IS_BF16 else 2.0**6)  # 2^-8 is left: see `two_columns`
         s = tl.reshape(tl.broadcast_to(s[:, :, None], (BLOCK_N, BLOCK_K // 16, 2)), (BLOCK_N, BLOCK_K // 8))
-        # A tensor core cuts its sums off, towards zero, sixteen columns at a time: short sums, which are then rounded.
+        # Short sums, added outside the tensor core: Hopper's keeps fewer bits of a running sum than fp32 has.
         step = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for j in tl.static_range(4):
             w = two_columns(words, s, j, IS_BF16, ON_CPU)
