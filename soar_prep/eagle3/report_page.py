@@ -114,17 +114,15 @@ def summary_rows(facts: Figures, metrics: list[Figures], elapsed: float) -> list
 
 
 def nvfp4_text(evaluations: list[Figures]) -> str:
-    """What rounding cost in simulated accepted length and what training under it brought back; empty for BF16."""
+    """Simulated accepted length before rounding, after it, and after training under it; empty for BF16."""
     rounded = [figures for figures in evaluations if figures.get("format") == "nvfp4"]
     if not rounded:
         return ""
     before = evaluations[len(evaluations) - len(rounded) - 1]
-    lengths = [before.get("tau_greedy"), rounded[0].get("tau_greedy"), max(f.get("tau_greedy") or 0.0 for f in rounded)]
-    in_bf16, at_first, best = map(number, lengths)
-    return (
-        f"rounded after update {rounded[0]['update']:,}, where simulated greedy decoding went from {in_bf16} in BF16 "
-        f"to {at_first} {ROUNDS}; trained under it, {best}"
-    )
+    in_bf16, at_first = (number(figures.get("tau_greedy")) for figures in (before, rounded[0]))
+    text = f"after update {rounded[0]['update']:,}: {in_bf16} {ROUNDS} in BF16, {at_first} rounded"
+    trained = [f["tau_greedy"] for f in rounded[1:] if is_number(f.get("tau_greedy"))]
+    return text + (f"; {number(max(trained))} at best after training under it" if trained else "")
 
 
 def decoding_section(decoding: Figures) -> str:

@@ -174,6 +174,18 @@ def test_says_what_a_reader_wants(tmp_path):
         assert text in html
 
 
+def test_what_rounding_cost(tmp_path):
+    """Catches a draft in NVFP4 whose loss is not told, and a gain by training where there was none."""
+    assert "In NVFP4" not in render(tmp_path, make_facts())
+    in_bf16, rounded, worse = evaluated(1800, 0.7), evaluated(1800, 0.6), evaluated(2400, 0.5)
+    told = "after update 1,800: 2.87 tokens a round in BF16, 2.33 rounded"
+    evaluations = [evaluated(0, 0.02) | {"format": "none"}, in_bf16 | {"format": "none"}, rounded | {"format": "nvfp4"}]
+    facts = make_facts(evaluations=evaluations)
+    assert f"<th>In NVFP4</th><td>{told}</td>" in render(tmp_path, facts)
+    facts["evaluations"].append(worse | {"format": "nvfp4"})
+    assert f"{told}; 1.93 at best after training under it</td>" in render(tmp_path, facts)
+
+
 def test_outputs_that_differ(tmp_path):
     """Catches a page that calls an output the target's own when it was not, or counts the ones before training."""
     facts = make_facts()
