@@ -50,10 +50,11 @@ class History:
     def best(self) -> dict[str, Any]:
         """The evaluation of the longest accepted length, of those in the format of the last one.
 
-        The untrained draft never is it once there is another.
+        The untrained draft never is it once there is another; a finished draft that was only rounded may be.
         """
         own = [figures for figures in self.evaluations if figures["format"] == self.evaluations[-1]["format"]]
-        return max([figures for figures in own if figures["update"]] or own, key=lambda figures: figures["tau_greedy"])
+        trained = [f for f in own if f["update"] or f["format"] == DraftFormat.nvfp4.value]
+        return max(trained or own, key=lambda figures: figures["tau_greedy"])
 
 
 def train_draft(settings: TrainDraft) -> Path:

@@ -246,6 +246,20 @@ def test_from_an_existing_draft(tmp_path: Path, train_draft: Callable[..., Ran],
     assert (ran.code, "draft.init=" in ran.err) == (2, True)
 
 
+def test_the_best_evaluation():
+    """Catches a BF16 figure that stands for an NVFP4 draft, and training under NVFP4 kept where it only did harm."""
+
+    def best(*evaluations: tuple[int, str, float]) -> tuple[int, str]:
+        rows = [dict(zip(("update", "format", "tau_greedy"), e, strict=True)) for e in evaluations]
+        found = train.History(evaluations=rows).best()
+        return found["update"], found["format"]
+
+    assert best((0, "none", 1.5)) == (0, "none")
+    assert best((0, "none", 1.5), (4, "none", 1.2), (8, "none", 1.3)) == (8, "none")
+    assert best((0, "none", 1.5), (4, "none", 1.4), (4, "nvfp4", 1.2), (8, "nvfp4", 1.3)) == (8, "nvfp4")
+    assert best((0, "none", 1.5), (0, "nvfp4", 1.4), (4, "nvfp4", 1.3)) == (0, "nvfp4")  # qat.start_from
+
+
 def test_nvfp4_draft(tmp_path: Path, train_draft: Callable[..., Ran], soar_prep: Callable[..., Ran]):
     """Catches a draft in NVFP4 that is not trained under it, not told of, or that no server would know for one."""
     output = tmp_path / "draft"
@@ -255,7 +269,7 @@ def test_nvfp4_draft(tmp_path: Path, train_draft: Callable[..., Ran], soar_prep:
     kinds = [(e["update"], e["format"]) for e in facts["evaluations"]]
     assert kinds == [(n, "none") for n in (0, 4, 8, 10)] + [(n, "nvfp4") for n in (10, 12, 16, 20)]
     assert facts["best"]["format"] == "nvfp4"  # though an evaluation in BF16 may have been better
-    assert "NVFP4" in (output / "report.html").read_text()
+    assert "at best after training under it" in (output / "report.html").read_text()
     assert "--speculative-draft-model-quantization modelopt_fp4" in facts["launch"]["tree"]
     assert metrics_of(output)[10]["learning_rate"] == pytest.approx(1e-3)
     config = json.loads((output / "config.json").read_text())
