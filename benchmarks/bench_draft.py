@@ -59,25 +59,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("run", "speed"):
         command = commands.add_parser(name)
-        command.add_argument("target", type=Path)
-        command.add_argument("chats")
+        add_course_options(command, updates=600 if name == "run" else 20)
         if name == "run":
             command.add_argument("output", type=Path)
             command.add_argument("--keep", nargs="*", default=[])
             command.add_argument("--seconds", type=float, default=None, help="of training, instead of --updates")
             command.add_argument("--together", type=int, default=1, help="runs that agree on a number of updates")
-        command.add_argument("--seed", type=int, default=0)
-        command.add_argument("--updates", type=int, default=600 if name == "run" else 20)
         command.add_argument("--contenders", nargs="*", default=[*OURS, *PEERS])
-        command.add_argument("--learning-rate", type=float, default=1e-3)
-        command.add_argument("--batch-tokens", type=int, default=8192)
-        command.add_argument("--samples", type=int, default=100_000)
-        command.add_argument("--length", type=int, default=1024)
-        command.add_argument("--vocabulary", type=int, default=16_384)
-        command.add_argument("--positions", type=int, default=524_288)
-        command.add_argument("--prompts", type=int, default=8)
         command.add_argument("--peer-attention", help="SpecForge's own choice if not given; sdpa compiles nothing")
-        command.add_argument("--device", default="auto")
     commands.add_parser("table").add_argument("records", nargs="+", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "table":
@@ -88,6 +77,21 @@ def main() -> None:
         run(course, arguments)
     else:
         measure_speed(course, arguments)
+
+
+def add_course_options(command: argparse.ArgumentParser, updates: int) -> None:
+    command.add_argument("target", type=Path)
+    command.add_argument("chats")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--updates", type=int, default=updates)
+    command.add_argument("--learning-rate", type=float, default=1e-3)
+    command.add_argument("--batch-tokens", type=int, default=8192)
+    command.add_argument("--samples", type=int, default=100_000)
+    command.add_argument("--length", type=int, default=1024)
+    command.add_argument("--vocabulary", type=int, default=16_384)
+    command.add_argument("--positions", type=int, default=524_288)
+    command.add_argument("--prompts", type=int, default=8)
+    command.add_argument("--device", default="auto")
 
 
 class Course:
@@ -102,7 +106,7 @@ class Course:
         self.held_out, self.samples = load_parts(data, evaluation, self.tokenizer, self.model.context)
         self.target = Target(self.model, DraftConfig.for_target(self.model.model.config).aux_layers)
         self.batching = Batching(self.settings.compute.batch_tokens, seed=arguments.seed)
-        self.updates, self.peer_attention = arguments.updates, arguments.peer_attention
+        self.updates, self.peer_attention = arguments.updates, getattr(arguments, "peer_attention", None)
         print(f"{self.samples.statistics}, held out {self.held_out.statistics.rows}", flush=True)
 
     def first_draft(self, settings: TrainDraft) -> tuple[Draft, float]:
