@@ -36,7 +36,7 @@ test: lint
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy soar_prep
+	$(BIN)/mypy soar_prep runtime_patch
 
 # What other software writes and reads, by that software itself, in environments of its own.
 contract: contract-golden contract-sglang

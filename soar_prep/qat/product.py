@@ -27,9 +27,12 @@ def matmul_for(x: Tensor | NVFP4Tensor, device: torch.device) -> Callable[..., T
         return gemm.matmul
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         return gemm.matmul
-    major, _ = torch.cuda.get_device_capability(device)
-    if major < 8:
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return gemm.matmul
     from soar_prep.qat import native, triton_gemm  # triton is not there on every platform
 
-    return native.matmul if isinstance(x, NVFP4Tensor) and major in FP4_CAPABILITIES else triton_gemm.matmul
+    return native.matmul if isinstance(x, NVFP4Tensor) and has_fp4_units(device) else triton_gemm.matmul
+
+
+def has_fp4_units(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in FP4_CAPABILITIES

@@ -43,15 +43,28 @@ def matmul(x: Tensor | NVFP4Tensor, weight: NVFP4Tensor, dtype: torch.dtype) -> 
     check_operands(x, weight)
     if weight.codes.device.type == "cpu" and not INTERPRETED:
         return truth.matmul(x, weight, dtype)
-    scale = weight.tensor_scale
-    if isinstance(x, NVFP4Tensor):
-        scale = scale * x.tensor_scale
-        x = write_operand(x, torch.bfloat16)
-    if len(x) <= MOST_ROWS:
-        # Few rows of W a program, so that 4096 of them are a program for each processor. A step of x waits in shared
-        # memory, of which sm_120 has 99 KiB.
-        return launch(x, weight, scale, dtype, block_n=32, block_k=256 if len(x) <= 16 else 128, warps=4, stages=3)
+    return (matmul_few if len(x if isinstance(x, Tensor) else x.codes) <= MOST_ROWS else matmul_many)(x, weight, dtype)
+
+
+def matmul_few(x: Tensor | NVFP4Tensor, weight: NVFP4Tensor, dtype: torch.dtype) -> Tensor:
+    """matmul of at most MOST_ROWS rows, by the kernel that decodes W as it multiplies; nothing is checked."""
+    x, scale = dense(x, weight)
+    # Few rows of W a program, so that 4096 of them are a program for each processor. A step of x waits in shared
+    # memory, of which sm_120 has 99 KiB.
+    return launch(x, weight, scale, dtype, block_n=32, block_k=256 if len(x) <= 16 else 128, warps=4, stages=3)
+
+
+def matmul_many(x: Tensor | NVFP4Tensor, weight: NVFP4Tensor, dtype: torch.dtype) -> Tensor:
+    """matmul by W decoded once, and cuBLAS; nothing is checked."""
+    x, scale = dense(x, weight)
     return multiply_dense(x, write_operand(weight, x.dtype), scale, dtype)
+
+
+def dense(x: Tensor | NVFP4Tensor, weight: NVFP4Tensor) -> tuple[Tensor, Tensor]:
+    """(x in bf16 or fp16, the scale of the product, fp32 [])."""
+    if isinstance(x, NVFP4Tensor):
+        return write_operand(x, torch.bfloat16), weight.tensor_scale * x.tensor_scale
+    return x, weight.tensor_scale
 
 
 def check_operands(x: Tensor | NVFP4Tensor, weight: NVFP4Tensor) -> None:
