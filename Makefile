@@ -52,7 +52,7 @@ contract-golden: $(CONTRACT)/.ready
 # What soar-prep writes, loaded and computed by SGLang on the CPU, then served by its Engine: drafts, MiniCPM-SALA.
 SGLANG := $(VENV)-sglang
 contract-sglang: $(SGLANG)/.ready
-	for script in sglang_draft sglang_engine sglang_sala sglang_sala_engine; do \
+	for script in sglang_draft sglang_engine sglang_sala sglang_sala_engine sglang_patched; do \
 		PYTHONPATH=tests/contract/stubs:. $(SGLANG)/bin/python tests/contract/$$script.py 2>$(SGLANG)/log \
 			|| { cat $(SGLANG)/log >&2; exit 1; }; done
 
@@ -74,11 +74,12 @@ $(CONTRACT)/.ready: tests/golden/requirements.txt
 	SKIP_CUDA_BUILD=1 $(CONTRACT)/bin/python -m pip install --quiet --no-deps --no-build-isolation fouroversix==1.0.5
 	touch $@
 
-$(SGLANG)/.ready: tests/contract/requirements-sglang.txt
+$(SGLANG)/.ready: pyproject.toml tests/contract/requirements-sglang.txt
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install --quiet torch==2.13.0
 	$(SGLANG)/bin/python -m pip install --quiet -r tests/contract/requirements-sglang.txt
 	$(SGLANG)/bin/python -m pip install --quiet --no-deps sglang==0.5.21
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
 clean:

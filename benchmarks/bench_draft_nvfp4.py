@@ -4,8 +4,9 @@
     python benchmarks/bench_draft_nvfp4.py table OUT/*.json
 
 run: two drafts see the same batches, target states and first weights for the same number of updates: one stays BF16,
-the other turns to NVFP4 for the last share of them (--share, --qat-learning-rate); --head trains a third, its lm_head
-in NVFP4 too. The BF16 one is then rounded in two ways: FourOverSix by itself, and the quantizer's GPTQ, its Hessians
+the other turns to NVFP4 for the last share of them (--share) while its learning rate goes on falling. --head trains one
+more, its lm_head in NVFP4 too; --own-schedule X another, whose BF16 phase ends its schedule, and whose NVFP4 phase has
+one from X on. The BF16 one is then rounded in two ways: FourOverSix by itself, and the quantizer's GPTQ, its Hessians
 from the first training batches. Inputs stay as they are (W4A16). "recovered": of what FourOverSix alone loses.
 """
 
@@ -47,7 +48,7 @@ def main() -> None:
     add_course_options(command, updates=300)
     command.add_argument("output", type=Path)
     command.add_argument("--share", type=float, default=Qat().share)
-    command.add_argument("--qat-learning-rate", type=float, default=Qat().learning_rate)
+    command.add_argument("--own-schedule", type=float, metavar="X")
     command.add_argument("--head", action="store_true", help="also with lm_head in NVFP4")
     commands.add_parser("table").add_argument("records", nargs="+", type=Path)
     arguments = parser.parse_args()
@@ -85,12 +86,15 @@ class Trained:
 
 def run(course: Course, arguments: argparse.Namespace) -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
-    qat = Qat(DraftFormat.nvfp4, arguments.share, arguments.qat_learning_rate)
+    qat = Qat(DraftFormat.nvfp4, arguments.share)
     formats = {"": qat} | ({", lm_head too": replace(qat, lm_head=True)} if arguments.head else {})
     trained = {BASE: Trained(course, course.settings)}
     for suffix, own in formats.items():
         trained[f"QAT{suffix}"] = Trained(course, replace(course.settings, qat=own))
     base = trained[BASE]
+    if arguments.own_schedule is not None:
+        own = replace(qat, learning_rate=arguments.own_schedule)
+        trained["QAT, own schedule"] = Trained(course, replace(course.settings, qat=own))
     stream, target_ids = base.lessons(), base.draft.target_ids().to(course.model.device)
     began = time.monotonic()
     for done, (batch, place) in enumerate(islice(batches(course.samples, course.batching), arguments.updates), 1):
@@ -175,7 +179,7 @@ def print_table(records: list[dict[str, Any]]) -> None:
     chosen = first["arguments"]
     print(
         f"{len(records)} seeds, {chosen['updates']} updates of {chosen['batch_tokens']} tokens, of them "
-        f"{float(chosen['share']):.0%} under NVFP4 for QAT, at {chosen['qat_learning_rate']}\n"
+        f"{float(chosen['share']):.0%} under NVFP4 for QAT\n"
     )
     print("| draft | simulated greedy | loses | recovered | sampled | loses | recovered | real chain | real tree |")
     print("|---|---|---|---|---|---|---|---|---|")

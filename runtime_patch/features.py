@@ -39,12 +39,13 @@ def installed(package: str) -> str | None:
 @dataclass(frozen=True)
 class Feature:
     """name: as SOAR_PATCH takes it. does, without: what is served with it, and what without. obstacle: why a machine
-    cannot, None if it can."""
+    cannot, None if it can. only_sala: it concerns no other model."""
 
     name: str
     does: str
     without: str
     obstacle: Callable[[Machine], str | None]
+    only_sala: bool = False
 
 
 def kernels_obstacle(machine: Machine) -> str | None:
@@ -66,16 +67,10 @@ FEATURES = (
         "one of SGLang's FP4 backends for all sizes; none on a CPU",
         kernels_obstacle,
     ),
-    Feature(
-        "fused-norms",
-        "MiniCPM-SALA's lightning layers: QK-norm and RoPE in one kernel, output norm and gate in one",
-        "nine kernels of SGLang's and torch's a layer",
-        kernels_obstacle,
-    ),
 )
 
 
-def chosen(asked: str, machine: Machine) -> list[Feature]:
+def chosen(asked: str, machine: Machine, option: str = "SOAR_PATCH") -> list[Feature]:
     """Of "1" all that the machine can do; of names with commas those. UserError for one unknown or impossible."""
     if asked == "1":
         return [feature for feature in FEATURES if feature.obstacle(machine) is None]
@@ -83,12 +78,23 @@ def chosen(asked: str, machine: Machine) -> list[Feature]:
     features = []
     for name in filter(None, asked.split(",")):
         if name not in by_name:
-            raise UserError(f"SOAR_PATCH={asked}: no feature {name}; expected 1, or of {', '.join(by_name)}")
+            raise UserError(f"{option} {asked}: no feature {name}; expected 1, or of {', '.join(by_name)}")
         why = by_name[name].obstacle(machine)
         if why is not None:
-            raise UserError(f"SOAR_PATCH={asked}: {name} is impossible here: {why}")
+            raise UserError(f"{option} {asked}: {name} is impossible here: {why}")
         features.append(by_name[name])
     return features
+
+
+def state_lines(machine: Machine, names: list[str]) -> list[str]:
+    """A line for each feature: on, off or impossible, what is served then, and why it is impossible."""
+    lines = []
+    for feature in FEATURES:
+        why = feature.obstacle(machine)
+        state = "on" if feature.name in names else "off" if why is None else "impossible"
+        text = feature.does if state == "on" else f"{feature.without}" + (f" ({why})" if why else "")
+        lines.append(f"{state:11} {feature.name:12} {text}")
+    return lines
 
 
 def check_version(machine: Machine, any_version: bool) -> None:

@@ -27,7 +27,6 @@ class Hook:
 
 
 MODELOPT = "sglang.srt.layers.quantization.modelopt_quant:ModelOptFp4"
-MINICPM = "sglang.srt.models.minicpm:MiniCPM"
 HOOKS = (
     Hook(
         "nvfp4",
@@ -40,12 +39,6 @@ HOOKS = (
         MODELOPT + "LinearMethod.apply",
         "runtime_patch.nvfp4:multiply",
         "the product is chosen by the number of tokens; SGLang has one backend for the process",
-    ),
-    Hook(
-        "fused-norms",
-        MINICPM + "LightningMixer.forward",
-        "runtime_patch.fused_norms:forward",
-        "norms, RoPE and gate of a lightning layer are nine kernels, and q and k go through fp32 in memory",
     ),
 )
 

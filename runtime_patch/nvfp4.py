@@ -23,7 +23,7 @@ from soar_prep.qat import gemm
 from soar_prep.qat.product import has_fp4_units
 
 CROSSOVER = 48  # tokens: above, W4A4 was the faster one on RTX PRO 6000D
-ALIGNMENT = 32  # SGLang pads other shapes, and then keeps codes of its own
+ALIGNMENT = 32  # to which SGLang pads rows and columns
 
 
 def keep_weights(original: Callable[..., None], method: Any, layer: Any) -> None:
@@ -32,8 +32,7 @@ def keep_weights(original: Callable[..., None], method: Any, layer: Any) -> None
     SGLang fuses q, k, v and gate, up with the largest of their tensor scales and leaves block scales alone; so do we.
     """
     native = layer.weight.is_cuda and has_fp4_units(layer.weight.device)
-    rows, half = layer.weight.shape
-    if method.quant_config.is_awq or (native and (rows % ALIGNMENT or 2 * half % ALIGNMENT)):
+    if method.quant_config.is_awq or (native and not keeps_codes(method, layer)):
         original(method, layer)
         return
     scales = layer.weight_scale.data
@@ -41,6 +40,16 @@ def keep_weights(original: Callable[..., None], method: Any, layer: Any) -> None
     if native:
         original(method, layer)
     layer.nvfp4_weight, layer.nvfp4_is_native = weight, native
+
+
+def keeps_codes(method: Any, layer: Any) -> bool:
+    """Whether SGLang's FP4 backend leaves the weight's codes as they are, so that both products can read them."""
+    from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_runner_backend as backend
+
+    rows, half = layer.weight.shape
+    is_padded = rows % ALIGNMENT or 2 * half % ALIGNMENT
+    is_shuffled = backend().is_marlin() or backend().is_flashinfer_trtllm() or method.quant_mode != "w4a4"
+    return not (is_padded or is_shuffled or getattr(layer, "_interleave_for_swiglu_fusion", False))
 
 
 def multiply(original: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -315,7 +315,12 @@ class Qat:
     share: float = option(
         0.25, "nvfp4: the last share of the updates runs under rounded weights; 0 rounds at the end", 0.0, 1.0
     )
-    learning_rate: float = option(1e-4, "nvfp4: of these updates, at the top of a cosine schedule of their own", 0.0)
+    learning_rate: float | None = option(
+        None,
+        "nvfp4: of these updates, at the top of a cosine schedule of their own; if not given the run's goes on, and "
+        "after start_from a tenth of optimizer.learning_rate is the top",
+        0.0,
+    )
     start_from: str | None = option(None, "nvfp4: a trained draft to round; all updates then run under rounded weights")
     activations: Activations = option(
         Activations.none,

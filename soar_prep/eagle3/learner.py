@@ -169,11 +169,15 @@ class Learner:
         )
 
     def learning_rate(self) -> float:
-        """Of the next update. The updates under NVFP4 have a schedule of their own."""
+        """Of the next update. Rounding that goes on with the run's schedule costs none of its updates their effect."""
+        top, warmup, own = self.settings.learning_rate, self.settings.warmup, self.qat.learning_rate
+        if own is None and self.qat.start_from:
+            return learning_rate(top / 10, warmup, self.done, self.updates)
+        if own is None:
+            return learning_rate(top, warmup, self.done, self.updates)
         if self.done < self.turn:
-            return learning_rate(self.settings.learning_rate, self.settings.warmup, self.done, self.turn)
-        done, updates = self.done - self.turn, self.updates - self.turn
-        return learning_rate(self.qat.learning_rate, self.settings.warmup, done, updates)
+            return learning_rate(top, warmup, self.done, self.turn)
+        return learning_rate(own, warmup, self.done - self.turn, self.updates - self.turn)
 
     @property
     def is_rounding(self) -> bool:

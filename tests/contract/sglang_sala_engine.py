@@ -25,8 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import sala_checkpoint
 import torch
@@ -75,9 +77,11 @@ def write_requests(folder: Path, text: Path | None = None) -> list[list[int]]:
     return prompts
 
 
-def answer_in_sglang(folder: Path, model: Path, dtype: str, device: str) -> list[dict]:
+def answer_in_sglang(
+    folder: Path, model: Path, dtype: str, device: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> list[dict]:
     """The Engine's answers; in a process of its own, for an Engine that dies takes its parent with it."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | variables
     if device == "cpu":
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TRITON_INTERPRET": "1"}
     command = [sys.executable, __file__, "serve", str(folder), str(model), dtype, device]

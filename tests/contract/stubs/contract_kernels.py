@@ -1,8 +1,8 @@
-"""A plugin of SGLang: its NVFP4 linears on a CPU, for which it has no kernel.
+"""Two plugins of SGLang: its NVFP4 linears on a CPU, for which it has no kernel, and those in fp32.
 
 The weight is dequantized once it is loaded, by SGLang's own `dequantize_nvfp4`, under the scalar that its kernels take
 for a fused linear: the largest of its members'. Activations are left alone, as SGLang does on GPUs without FP4 units.
-They may be fp32, so that another model can be compared with more than BF16's three digits.
+The second one lets them be fp32, so that another model can be compared with more than BF16's three digits.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,11 @@ def register() -> None:
     method = "sglang.srt.layers.quantization.modelopt_quant.ModelOptFp4LinearMethod."
     HookRegistry.register(method + "process_weights_after_loading", dequantize, HookType.REPLACE)
     HookRegistry.register(method + "apply", apply, HookType.REPLACE)
+
+
+def register_float32() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     config = "sglang.srt.layers.quantization.modelopt_quant.ModelOptFp4Config."
     HookRegistry.register(config + "get_supported_act_dtypes", offer_float32, HookType.AROUND)
 
