@@ -21,7 +21,7 @@ BAD_INPUT = 2
 def main(arguments: list[str] | None = None) -> int:
     options, others = parser().parse_known_args(arguments)
     try:
-        command, environment, lines = prepare(options, others)
+        command, environment, lines = prepare(options, others, this_machine())
     except UserError as error:
         print(f"runtime_patch: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -46,9 +46,10 @@ def parser() -> argparse.ArgumentParser:
     return own
 
 
-def prepare(options: argparse.Namespace, others: list[str]) -> tuple[list[str], dict[str, str], list[str]]:
+def prepare(
+    options: argparse.Namespace, others: list[str], machine: Machine
+) -> tuple[list[str], dict[str, str], list[str]]:
     """(the command, its environment, what to tell). UserError for anything that would not be served right."""
-    machine = this_machine()
     check_version(machine, options.any_sglang)
     model = read_artifact("--model", options.model)
     draft = None if options.draft is None else read_artifact("--draft", options.draft)
