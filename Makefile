@@ -49,7 +49,8 @@ contract-golden: $(CONTRACT)/.ready
 	diff -r -x make_golden.py -x requirements.txt $(CONTRACT)/golden tests/golden
 	@echo "contract: the golden files are what fouroversix, compressed-tensors, llm-compressor and ModelOpt write"
 
-# What soar-prep writes, loaded and computed by SGLang on the CPU, then served by its Engine: drafts, MiniCPM-SALA.
+# What soar-prep writes, loaded and computed by SGLang on the CPU, then served by its Engine: drafts, MiniCPM-SALA;
+# both in BF16 and in NVFP4.
 SGLANG := $(VENV)-sglang
 contract-sglang: $(SGLANG)/.ready
 	for script in sglang_draft sglang_engine sglang_sala sglang_sala_engine sglang_patched; do \

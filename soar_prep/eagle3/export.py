@@ -132,15 +132,17 @@ def read_quantization(checkpoint: Checkpoint) -> tuple[list[str], Activations]:
     if not found:
         return [], Activations.none
     where, ignore = checkpoint.directory / "config.json", found.get("ignore") or []
-    if (found.get("quant_method"), found.get("quant_algo")) != ("modelopt", "NVFP4") or not {FC} <= set(ignore) <= {
-        FC,
-        HEAD,
-    }:
+    kind = f"{found.get('quant_method')} {found.get('quant_algo')}"
+    if kind != "modelopt NVFP4":
+        raise UserError(f"{where}: quantization_config is of {kind}; expected modelopt NVFP4, or none")
+    if not {FC} <= set(ignore) <= {FC, HEAD}:
+        raise UserError(f"{where}: quantization_config ignores {ignore}; expected {FC}, with or without {HEAD}")
+    activations = (found.get("producer") or {}).get("activations", Activations.none.value)
+    known = [each.value for each in Activations]
+    if activations not in known:
         raise UserError(
-            f"{where}: quantization_config is of another kind; expected quant_method modelopt, quant_algo NVFP4, and "
-            f"{FC} (with or without {HEAD}) to ignore"
+            f"{where}: quantization_config.producer.activations is {activations!r}; expected one of {', '.join(known)}"
         )
-    activations = (found.get("producer") or {}).get("activations", "none")
     return [name for name in (*LAYER, HEAD) if name not in ignore], Activations(activations)
 
 

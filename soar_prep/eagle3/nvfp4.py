@@ -1,6 +1,6 @@
 """The draft in NVFP4: which of its linears, their input scales, and its weights as they will be written.
 
-`fc` stays in BF16: SGLang's class has no quantized one. lm_head is rounded if asked for.
+`fc` stays in BF16: SGLang's class has no quantized one. lm_head, which has, is rounded if asked for.
 """
 
 from collections.abc import Iterator, Mapping

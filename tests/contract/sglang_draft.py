@@ -4,25 +4,31 @@ SGLang drops a tensor whose name it does not know, leaves one it misses as it wa
 option that it does not find, all without a word. A draft served so still answers, and guesses badly. So each tensor
 must set its elements, no parameter may stay unset, and a chain of guesses must be the one that soar-prep trains and
 measures. Then the same checks must refuse drafts damaged in the ways that SGLang takes without complaint.
+
+The same for drafts in NVFP4, with lm_head in BF16 and in NVFP4: codes and scales stand in SGLang's parameters bit by
+bit, and what its own arithmetic makes of them are the weights that the draft was measured with. The product is that of
+stubs/contract_kernels.py, on activations that are not quantized (W4A16): SGLang's kernels need a GPU.
 """
 
 import dataclasses
 import itertools
-import json
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import sglang_runtime  # first: it sets the environment that SGLang reads
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from damages import Config, Damage, Tensors, damaged, double, drop, forget, rename, swap
+from nvfp4_draft import rounded
+from safetensors.torch import load_file
+from sglang_runtime import ContractBrokenError, bits, expect, place
 from torch import Tensor, nn
 
 from soar_prep.eagle3.decode import Guesser, Speculation
 from soar_prep.eagle3.draft import Draft, DraftConfig
 from soar_prep.eagle3.export import write_draft
+from soar_prep.qat.linear import NVFP4Linear, nvfp4_linears
 
 # Heads do not fill the hidden size, and neither vocabulary is a multiple of 64, to which SGLang pads.
 CONFIG = DraftConfig(
@@ -39,17 +45,8 @@ CONFIG = DraftConfig(
     aux_layers=(1, 3, 5),
 )
 PROMPT, GUESSES = 9, 6
-# Relative to the largest value: fp32 on both sides, summed in another order, seven passes deep (measured: 7e-7).
+# Relative to the largest value: fp32 on both sides, summed in another order, seven passes deep (measured: 1e-6).
 TOLERANCE = 5e-6
-
-
-class ContractBrokenError(Exception):
-    pass
-
-
-def expect(holds: bool, claim: str) -> None:
-    if not holds:
-        raise ContractBrokenError(claim)
 
 
 def drawn(**changes: bool) -> Draft:
@@ -59,45 +56,54 @@ def drawn(**changes: bool) -> Draft:
     for parameter in draft.parameters():
         is_norm = parameter.dim() == 1
         nn.init.normal_(parameter, mean=float(is_norm), std=0.3 if is_norm else 0.12)
+    for linear in (draft.midlayer.self_attn.v_proj, draft.midlayer.mlp.up_proj):
+        linear.weight *= 4  # alone it would have another tensor scale than those that SGLang fuses it with
     draft.set_vocabulary(torch.randperm(CONFIG.vocab_size)[: CONFIG.draft_vocab_size].sort().values)
     return draft
 
 
 def check_loading(draft: Draft, directory: Path, dtype: torch.dtype) -> nn.Module:
     """Catches a tensor that SGLang drops, misses or puts elsewhere, and a vocabulary that it reads otherwise."""
-    loaded = sglang_runtime.load(directory, dtype)
-    expected = {name: tensor.to(dtype) for name, tensor in draft.named_parameters()}
+    quantized = nvfp4_linears(draft)
+    loaded = sglang_runtime.load(directory, dtype, "modelopt_fp4" if quantized else None)
+    expected = file_tensors(draft, dtype)
+    renamed = {in_sglang(name): tensor for name, tensor in expected.items()}
     for name, tensor in expected.items():
         taken = loaded.taken.get(name, 0)
-        expect(taken >= tensor.numel(), f"{name} sets {taken} of {tensor.numel()} elements")
-        expect(torch.equal(in_sglang(loaded.model, name), tensor), f"{name} has other values in SGLang")
+        expect(taken == tensor.numel(), f"{name} sets {taken} of {tensor.numel()} elements")
+        target, rows = place(renamed, in_sglang(name))
+        found = loaded.parameters[target][rows]
+        expect(found.dtype == tensor.dtype, f"{name} is {found.dtype} in SGLang, {tensor.dtype} in the draft")
+        expect(torch.equal(bits(found.view(tensor.shape)), bits(tensor)), f"{name} has other values in SGLang")
     others = loaded.taken.keys() - expected.keys()
     expect(others == {"d2t", "t2d"}, f"beside the weights the file holds {sorted(others)}, expected d2t and t2d")
     expect(not loaded.unset, f"no tensor of the file sets {loaded.unset}")
+    for name, linear in quantized.items():
+        target, rows = place(renamed, in_sglang(f"{name}.weight"))
+        weight = loaded.model.get_parameter(target)[rows]
+        expect(torch.equal(weight, linear.weight.to(dtype)), f"{name} is another matrix in SGLang")
+        scale = loaded.parameters[target.removesuffix("weight") + "input_scale"]
+        expect(bool((scale == linear.input_scale).all()), f"{name} is fused with linears of other input scales")
     ids = loaded.model.get_hot_token_id()
     expect(ids is not None and torch.equal(ids, draft.target_ids()), "SGLang maps draft ids to other target ids")
     expect(torch.equal(draft.t2d.nonzero().flatten(), ids), "t2d marks other target ids than d2t gives")
     return loaded.model
 
 
-def in_sglang(model: nn.Module, name: str) -> Tensor:
-    """What one of the file's tensors became in SGLang, which fuses q, k, v and gate, up, and pads lm_head."""
-    query, key = (heads * CONFIG.head_dim for heads in (CONFIG.num_attention_heads, CONFIG.num_key_value_heads))
-    inner = CONFIG.intermediate_size
-    parts = {
-        "q_proj": ("qkv_proj", 0, query),
-        "k_proj": ("qkv_proj", query, key),
-        "v_proj": ("qkv_proj", query + key, key),
-        "gate_proj": ("gate_up_proj", 0, inner),
-        "up_proj": ("gate_up_proj", inner, inner),
-    }
-    if name == "lm_head.weight":
-        return model.lm_head.weight[: CONFIG.draft_vocab_size]
-    name = "model." + name.replace("midlayer", "layers.0")
-    for part, (whole, first, rows) in parts.items():
-        if part in name:
-            return model.get_parameter(name.replace(part, whole))[first : first + rows]
-    return model.get_parameter(name)
+def file_tensors(draft: Draft, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What the file must hold beside the vocabulary."""
+    tensors = {name: tensor.to(dtype) for name, tensor in draft.named_parameters()}
+    for name, linear in nvfp4_linears(draft).items():
+        tensors[f"{name}.weight"] = linear.stored.codes
+        tensors[f"{name}.weight_scale"] = linear.stored.block_scales
+        tensors[f"{name}.weight_scale_2"] = linear.stored.tensor_scale
+        tensors[f"{name}.input_scale"] = linear.input_scale
+    return tensors
+
+
+def in_sglang(name: str) -> str:
+    """SGLang's name of one of the file's tensors, before it fuses q, k, v and gate, up."""
+    return name if name.startswith("lm_head.") else "model." + name.replace("midlayer", "layers.0")
 
 
 def check_chain(draft: Draft, model: nn.Module) -> float:
@@ -160,102 +166,115 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def check(draft: Draft, directory: Path) -> float:
-    return check_chain(draft, check_loading(draft, directory, torch.float32))
-
-
-Tensors, Config = dict[str, Tensor], dict[str, object]
-
-
-def drop_head(tensors: Tensors, config: Config) -> None:
-    del tensors["lm_head.weight"]
-
-
-def misname_query(tensors: Tensors, config: Config) -> None:
-    tensors["midlayer.self_attn.query.weight"] = tensors.pop("midlayer.self_attn.q_proj.weight")
-
-
-def misname_norm(tensors: Tensors, config: Config) -> None:
-    tensors["final_norm.weight"] = tensors.pop("norm.weight")
-
-
-def swap_gate_and_up(tensors: Tensors, config: Config) -> None:
-    gate, up = "midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"
-    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+ATTENTION, MLP = "midlayer.self_attn", "midlayer.mlp"
 
 
 def target_ids_for_offsets(tensors: Tensors, config: Config) -> None:
     tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
 
 
-def drop_vocabulary(tensors: Tensors, config: Config) -> None:
-    del tensors["d2t"]
-
-
-def forget_fc_norm(tensors: Tensors, config: Config) -> None:
-    del config["fc_norm"]
-
-
-def forget_norm_output(tensors: Tensors, config: Config) -> None:
-    del config["norm_output"]
-
-
-def forget_rope_theta(tensors: Tensors, config: Config) -> None:
-    del config["rope_theta"]
-
-
-def forget_epsilon(tensors: Tensors, config: Config) -> None:
-    del config["rms_norm_eps"]
-
-
 def ask_for_another_norm(tensors: Tensors, config: Config) -> None:
     config["norm_before_fc"] = True
 
 
-DAMAGES: list[Callable[[Tensors, Config], None]] = [
-    drop_head,
-    misname_query,
-    misname_norm,
-    swap_gate_and_up,
-    target_ids_for_offsets,
-    drop_vocabulary,
-    forget_fc_norm,
-    forget_norm_output,
-    forget_rope_theta,
-    forget_epsilon,
-    ask_for_another_norm,
-]
+def swap_nibbles(tensors: Tensors, config: Config) -> None:
+    codes = tensors[f"{MLP}.down_proj.weight"]
+    tensors[f"{MLP}.down_proj.weight"] = codes >> 4 | codes << 4
 
 
-def damaged(directory: Path, damage: Callable[[Tensors, Config], None], output: Path) -> Path:
-    """A copy of a draft's directory with the damage done."""
-    tensors = load_file(directory / "model.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    damage(tensors, config)
-    output.mkdir()
-    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
-    (output / "config.json").write_text(json.dumps(config))
-    return output
+def ignore(name: str) -> Damage:
+    def damage(tensors: Tensors, config: Config) -> None:
+        config["quantization_config"]["ignore"].append(name)
+
+    return damage
+
+
+DAMAGES: dict[str, Damage] = {
+    "the head dropped": drop("lm_head.weight"),
+    "the query misnamed": rename(f"{ATTENTION}.q_proj.weight", f"{ATTENTION}.query.weight"),
+    "a norm misnamed": rename("norm.weight", "final_norm.weight"),
+    "gate and up swapped": swap((f"{MLP}.gate_proj.weight", f"{MLP}.up_proj.weight")),
+    "target ids for offsets": target_ids_for_offsets,
+    "the vocabulary dropped": drop("d2t"),
+    "fc_norm forgotten": forget("fc_norm"),
+    "norm_output forgotten": forget("norm_output"),
+    "rope_theta forgotten": forget("rope_theta"),
+    "epsilon forgotten": forget("rms_norm_eps"),
+    "another norm asked for": ask_for_another_norm,
+}
+NVFP4_DAMAGES: dict[str, Damage] = {
+    "codes dropped": drop(f"{ATTENTION}.o_proj.weight"),
+    "block scales dropped": drop(f"{MLP}.down_proj.weight_scale"),
+    "a tensor scale dropped": drop(f"{ATTENTION}.o_proj.weight_scale_2"),
+    "a fused member's tensor scale dropped": drop(f"{ATTENTION}.k_proj.weight_scale_2"),
+    "an input scale dropped": drop(f"{MLP}.down_proj.input_scale"),
+    "the head's tensor scale dropped": drop("lm_head.weight_scale_2"),
+    "gate's and up's block scales swapped": swap((f"{MLP}.gate_proj.weight_scale", f"{MLP}.up_proj.weight_scale")),
+    "tensor scale and input scale swapped": swap((f"{MLP}.down_proj.weight_scale_2", f"{MLP}.down_proj.input_scale")),
+    "another tensor scale for one fused member": double(f"{ATTENTION}.k_proj.weight_scale_2"),
+    "another input scale for one fused member": double(f"{MLP}.up_proj.input_scale"),
+    "nibbles swapped": swap_nibbles,
+    "norm_output forgotten, in NVFP4": forget("norm_output"),
+    "quantization forgotten": forget("quantization_config"),
+    "a linear ignored that is NVFP4": ignore("down_proj"),
+    "the head ignored that is NVFP4": ignore("lm_head"),
+}
+
+
+# Faults of a draft in NVFP4 that its file has too.
+def scale_a_member_apart(key: NVFP4Linear) -> None:
+    key.stored = dataclasses.replace(key.stored, tensor_scale=2 * key.stored.tensor_scale)
+    key.weight.data *= 2
+
+
+def scale_a_members_input_apart(key: NVFP4Linear) -> None:
+    key.input_scale = 2 * key.input_scale
+
+
+def measure_other_weights(key: NVFP4Linear) -> None:
+    key.weight.data *= 1.01
+
+
+FAULTS = [scale_a_member_apart, scale_a_members_input_apart, measure_other_weights]
+
+
+def accept(name: str, draft: Draft, folder: Path) -> Path:
+    """The draft's directory, in fp32, once it has passed the checks in BF16 and in fp32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        directory = folder / f"{name} {dtype}"
+        write_draft(draft, directory, dtype)
+        model = check_loading(draft, directory, dtype)
+    tensors = len(load_file(directory / "model.safetensors"))
+    print(f"{name}: {tensors} tensors; chain differs by {check_chain(draft, model):.1e}")
+    return directory
+
+
+def refuse(name: str, draft: Draft, directory: Path) -> None:
+    try:
+        check_chain(draft, check_loading(draft, directory, torch.float32))
+    except ContractBrokenError as refusal:
+        print(f"{name}: refused, {refusal}")
+    else:
+        raise AssertionError(f"{name}: the checks above do not notice it")
 
 
 def main(folder: Path) -> None:
     sglang_runtime.start(folder)
     for fc_norm, norm_output in itertools.product((False, True), repeat=2):
-        name = f"fc_norm={fc_norm} norm_output={norm_output}"
         draft = drawn(fc_norm=fc_norm, norm_output=norm_output)
-        for dtype in (torch.bfloat16, torch.float32):
-            directory = folder / f"{name} {dtype}"
-            write_draft(draft, directory, dtype)
-            model = check_loading(draft, directory, dtype)
-        print(f"{name}: {len(draft.state_dict())} tensors; chain differs by {check_chain(draft, model):.1e}")
-    for damage in DAMAGES:  # of the last draft, which has both options
-        broken = damaged(directory, damage, folder / damage.__name__)
-        try:
-            check(draft, broken)
-        except ContractBrokenError as refusal:
-            print(f"{damage.__name__}: refused, {refusal}")
-        else:
-            raise AssertionError(f"{damage.__name__}: the checks above do not notice it")
+        directory = accept(f"fc_norm={fc_norm} norm_output={norm_output}", draft, folder)
+    for name, damage in DAMAGES.items():  # of the last draft, which has both options
+        refuse(name, draft, damaged(directory, damage, folder / name))
+    for lm_head in (False, True):
+        draft = rounded(drawn(fc_norm=True, norm_output=True), lm_head)
+        directory = accept(f"NVFP4, lm_head={lm_head}", draft, folder)
+    for name, damage in NVFP4_DAMAGES.items():  # of the last draft, whose head is NVFP4 too
+        refuse(name, draft, damaged(directory, damage, folder / name))
+    for fault in FAULTS:
+        draft = rounded(drawn(), lm_head=False)
+        fault(nvfp4_linears(draft)[f"{ATTENTION}.k_proj"])
+        write_draft(draft, folder / fault.__name__, torch.float32)
+        refuse(fault.__name__, draft, folder / fault.__name__)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 A tiny target of random weights, and a draft fitted to it halfway, so that some guesses stand and others fall. The
 output must be the target's own, and in every request as many guesses must stand as soar-prep says, round for round.
 Catches target states of other layers or tokens, positions off by one, a hidden or a token map that is not ours: with
-those the output stays right, and only the speed is lost. The last draft has such a fault, and must be noticed.
+those the output stays right, and only the speed is lost. The last draft has such a fault, and must be noticed. One of
+the others is in NVFP4, its lm_head too.
 
 Run by `make contract`; fails by an exception. The attention is SGLang's torch_native; stubs/contract_plugin.py and
-stubs/sgl_kernel.py say what had to be added for it.
+stubs/sgl_kernel.py say what had to be added for it, stubs/contract_kernels.py for NVFP4.
 """
 
 import itertools
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from nvfp4_draft import rounded
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -32,6 +34,7 @@ from soar_prep.eagle3.hf_target import decoding_target
 VOCABULARY, DRAFT_VOCABULARY = 200, 40
 GUESSES, NEW_TOKENS = 3, 48
 PROMPT_LENGTHS = (5, 17, 40)
+NVFP4, FAULT = " in NVFP4", " and the next layers' states"
 
 
 def make_target(folder: Path) -> LlamaForCausalLM:
@@ -107,6 +110,7 @@ def decode_in_sglang(folder: Path, prompts: list[list[int]]) -> list[dict]:
 def serve(folder: Path) -> None:
     import sglang
 
+    is_nvfp4 = "quantization_config" in json.loads((folder / "draft" / "config.json").read_text())
     engine = sglang.Engine(
         model_path=str(folder.parent / "target"),
         dtype="float32",
@@ -123,6 +127,7 @@ def serve(folder: Path) -> None:
         mem_fraction_static=0.3,
         speculative_algorithm="EAGLE3",
         speculative_draft_model_path=str(folder / "draft"),
+        speculative_draft_model_quantization="modelopt_fp4" if is_nvfp4 else "unquant",
         speculative_num_steps=GUESSES,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=GUESSES + 1,
@@ -146,9 +151,12 @@ def main(folder: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
     outputs = [greedy(target, prompt) for prompt in prompts]
-    for options, is_faulty in ((True, False), (False, False), (False, True)):
-        name = f"fc_norm={options} norm_output={options}" + is_faulty * " and the next layers' states"
+    for options, kind in ((True, ""), (True, NVFP4), (False, ""), (False, FAULT)):
+        name = f"fc_norm={options} norm_output={options}{kind}"
+        is_faulty = kind == FAULT
         draft = make_draft(target, prompts, outputs, fc_norm=options, norm_output=options)
+        if kind == NVFP4:
+            draft = rounded(draft, lm_head=True)
         decoded = [decode_ours(target, draft, prompt) for prompt in prompts]
         write_draft(draft, folder / name / "draft", torch.float32)
         if is_faulty:

@@ -3,7 +3,8 @@
 T tokens   H hidden size   V_draft draft vocabulary   V target vocabulary
 
 What a server adds, batches and CUDA graphs, is not here. The attention is SGLang's torch_native backend: its fast ones
-need a GPU. Everything SGLang would draw or leave empty is NaN before it loads, so that nothing can pass by luck.
+need a GPU; so do its NVFP4 kernels, for which stubs/contract_kernels.py stands in. Everything SGLang would draw or
+leave empty is NaN before it loads, so that nothing can pass by luck.
 """
 
 import os
@@ -27,16 +28,31 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_loader import get_model
 from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
+from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from torch import Tensor, nn
 
 SLOTS = 128  # tokens that the KV cache holds
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# The KV cache stays as it is under NVFP4 linears; our files have no scales for it, and SGLang then means 1.
+OF_THE_CACHE = ("attn.k_scale", "attn.v_scale")
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ContractBrokenError(Exception):
+    pass
+
+
+def expect(holds: bool, claim: str) -> None:
+    if not holds:
+        raise ContractBrokenError(claim)
 
 
 def start(folder: Path) -> None:
-    """What a server sets up once in each process: its options, and process groups, here of one process."""
+    """What a server sets up once in each process: plugins, its options, and process groups, here of one process."""
+    load_plugins()
     options = ServerArgs(model_path="dummy", device="cpu", attention_backend="torch_native")
     publish(options, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0, dp_rank=None))
     init_distributed_environment(1, 0, f"file://{folder}/rendezvous", local_rank=0, backend="gloo")
@@ -46,38 +62,91 @@ def start(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """model: after SGLang's loader. taken: for each tensor of the file, how many elements of the model it set.
-    unset: the model's parameters that are NaN still, embed_tokens apart, which a server takes from the target."""
+    """model: after SGLang's loader. parameters: by name, as they were loaded, before a kernel wants them otherwise.
+    taken: for each tensor of the file, how many elements of the model take their value from it. unset: the model's
+    parameters that were not set in full, embed_tokens apart, which a server takes from the target."""
 
     model: LlamaForCausalLMEagle3
+    parameters: dict[str, Tensor]
     taken: dict[str, int]
     unset: list[str]
 
 
-def load(directory: Path, dtype: torch.dtype) -> Loaded:
+def load(directory: Path, dtype: torch.dtype, quantization: str | None = None) -> Loaded:
+    """quantization: that of --speculative-draft-model-quantization. ContractBrokenError if SGLang refuses the files."""
+    parameters: dict[str, Tensor] = {}
+    is_set: dict[str, Tensor] = {}
     taken: dict[str, int] = {}
     original = LlamaForCausalLMEagle3.load_weights
 
     def one_by_one(model: LlamaForCausalLMEagle3, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for parameter in model.parameters():
-            parameter.data.fill_(float("nan"))
+        overwrite(model)
+        is_set.update({name: torch.zeros_like(each, dtype=torch.bool) for name, each in copies(model).items()})
         for name, tensor in weights:
-            before = count_nan(model)
+            before = copies(model)
+            original(model, [(name, flipped(tensor))])  # whatever the tensor sets is then another value, codes too
+            between = copies(model)
             original(model, [(name, tensor)])
-            taken[name] = before - count_nan(model)
+            after = copies(model)
+            taken[name] = sum(int(differs(after[each], between[each]).sum()) for each in after)
+            for each in after:
+                is_set[each] |= differs(after[each], between[each]) | differs(between[each], before[each])
+        parameters.update(copies(model))
 
     LlamaForCausalLMEagle3.load_weights = one_by_one
     try:
-        config = ModelConfig(str(directory), dtype=str(dtype).removeprefix("torch."), is_draft_model=True)
+        config = ModelConfig(
+            str(directory), dtype=str(dtype).removeprefix("torch."), quantization=quantization, is_draft_model=True
+        )
         model = get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
+    except (AssertionError, RuntimeError) as refusal:  # of a shape
+        raise ContractBrokenError(f"SGLang does not load it: {refusal}") from refusal
     finally:
         LlamaForCausalLMEagle3.load_weights = original
-    unset = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
-    return Loaded(model, taken, [name for name in unset if name != "model.embed_tokens.weight"])
+    unset = [name for name, mask in is_set.items() if not mask.all() and not name.endswith(OF_THE_CACHE)]
+    return Loaded(model, parameters, taken, [name for name in unset if name != "model.embed_tokens.weight"])
 
 
-def count_nan(model: nn.Module) -> int:
-    return sum(int(parameter.isnan().sum()) for parameter in model.parameters())
+def overwrite(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not name.endswith(OF_THE_CACHE):
+            bits(parameter.data).fill_(-1)  # NaN, except as codes
+
+
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    return bits(a) != bits(b)
+
+
+def flipped(tensor: Tensor) -> Tensor:
+    """Every bit is the other one."""
+    return (~bits(tensor)).view(tensor.dtype)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers: NaN is equal to itself, -0 is not 0."""
+    return tensor.view(INTEGERS[tensor.element_size()])
+
+
+def place(tensors: dict[str, Tensor], name: str) -> tuple[str, slice]:
+    """Where one of these tensors belongs in SGLang: the parameter, which may be fused, and its rows there."""
+    module, _, kind = name.rpartition(".")
+    parent, _, linear = module.rpartition(".")
+    for whole, parts in FUSED.items():
+        if linear in parts:
+            members = [f"{parent}.{part}.{kind}" for part in parts]
+            expect(all(member in tensors for member in members), f"of {members} the file lacks one")
+            rows = [row_count(tensors[member]) for member in members]
+            first = sum(rows[: parts.index(linear)])
+            return f"{parent}.{whole}.{kind}", slice(first, first + rows[parts.index(linear)])
+    return name, slice(0, row_count(tensors[name]))
+
+
+def row_count(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
 
 
 @dataclass(frozen=True)

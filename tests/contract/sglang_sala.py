@@ -11,14 +11,14 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import sala_checkpoint
 import sglang_runtime  # first: it sets the environment that SGLang reads
 import torch
-from safetensors.torch import load_file, save_file
+from damages import Config, Damage, Tensors, damaged, double, drop, forget, rename, swap
+from safetensors.torch import load_file
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.minicpm import MiniCPMHybridConfig
@@ -27,25 +27,12 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4LinearMethod
 from sglang.srt.model_loader import get_model
 from sglang.srt.models.minicpm import MiniCPMSALAForCausalLM
-from sglang.srt.plugins import load_plugins
-from torch import Tensor, nn
+from sglang_runtime import OF_THE_CACHE, ContractBrokenError, bits, expect, place
+from torch import nn
 
 from soar_prep.layouts import from_tensors
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 QUANTIZED = {"q_proj", "k_proj", "v_proj", "o_proj", "o_gate", "z_proj", "gate_proj", "up_proj", "down_proj"}
-OF_THE_CACHE = ("attn.k_scale", "attn.v_scale")  # the KV cache stays BF16; our files have none, and SGLang means 1
-Tensors, Config = dict[str, Tensor], dict[str, object]
-Damage = Callable[[Tensors, Config], None]
-
-
-class ContractBrokenError(Exception):
-    pass
-
-
-def expect(holds: bool, claim: str) -> None:
-    if not holds:
-        raise ContractBrokenError(claim)
 
 
 @dataclass(frozen=True)
@@ -66,9 +53,7 @@ def check(expected: Checkpoint, directory: Path) -> nn.Module:
     original = MiniCPMSALAForCausalLM.load_weights
 
     def load_and_check(model: MiniCPMSALAForCausalLM, weights: object) -> None:
-        for name, parameter in model.named_parameters():
-            if not name.endswith(OF_THE_CACHE):
-                bits(parameter.data).fill_(0xFF)  # NaN, except as codes
+        sglang_runtime.overwrite(model)
         original(model, weights)
         check_places(expected.tensors, dict(model.named_parameters()))
 
@@ -109,28 +94,6 @@ def check_places(tensors: Tensors, parameters: dict[str, nn.Parameter]) -> None:
     expect(not unset, f"no tensor of the file sets {unset}")
 
 
-def place(tensors: Tensors, name: str) -> tuple[str, slice]:
-    """Where one of the file's tensors belongs in SGLang: the parameter, which may be fused, and its rows there."""
-    module, _, kind = name.rpartition(".")
-    parent, _, linear = module.rpartition(".")
-    for whole, parts in FUSED.items():
-        if linear in parts:
-            members = [f"{parent}.{part}.{kind}" for part in parts]
-            expect(all(member in tensors for member in members), f"of {members} the file lacks one")
-            rows = [row_count(tensors[member]) for member in members]
-            first = sum(rows[: parts.index(linear)])
-            return f"{parent}.{whole}.{kind}", slice(first, first + rows[parts.index(linear)])
-    return name, slice(0, row_count(tensors[name]))
-
-
-def row_count(tensor: Tensor) -> int:
-    return tensor.shape[0] if tensor.dim() else 1
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8) if tensor.dim() == 0 else tensor.view(torch.uint8)
-
-
 def check_quantized(tensors: Tensors, model: nn.Module) -> None:
     """Catches a scalar that a fused linear's members do not share, and codes or scales that SGLang reads otherwise."""
     modules = dict(model.named_modules())
@@ -161,37 +124,7 @@ def count_quantized(tensors: Tensors, model: nn.Module) -> int:
 SPARSE, LIGHTNING = "model.layers.0.self_attn", "model.layers.1.self_attn"
 
 
-def drop(name: str) -> Damage:
-    def damage(tensors: Tensors, config: Config) -> None:
-        del tensors[name]
-
-    return damage
-
-
-def forget(name: str) -> Damage:
-    def damage(tensors: Tensors, config: Config) -> None:
-        del config[name]
-
-    return damage
-
-
-def double(name: str) -> Damage:
-    def damage(tensors: Tensors, config: Config) -> None:
-        tensors[name] *= 2
-
-    return damage
-
-
-def rename_gate(tensors: Tensors, config: Config) -> None:
-    tensors[f"{LIGHTNING}.gate.weight"] = tensors.pop(f"{LIGHTNING}.z_proj.weight")
-
-
-def swap_gate_and_up(tensors: Tensors, config: Config) -> None:
-    for kind in ("weight", "weight_scale"):
-        gate, up = (f"model.layers.2.mlp.{part}_proj.{kind}" for part in ("gate", "up"))
-        tensors[gate], tensors[up] = tensors[up], tensors[gate]
-
-
+GATE, UP = (f"model.layers.2.mlp.{part}_proj" for part in ("gate", "up"))
 # Noticed by the damaged checkpoint alone.
 DAMAGES: dict[str, Damage] = {
     "codes dropped": drop(f"{LIGHTNING}.o_proj.weight"),
@@ -200,32 +133,21 @@ DAMAGES: dict[str, Damage] = {
     "an input scale dropped": drop(f"{SPARSE}.o_gate.input_scale"),
     "a norm dropped": drop(f"{LIGHTNING}.q_norm.weight"),
     "the head dropped": drop("lm_head.weight"),
-    "a gate misnamed": rename_gate,
+    "a gate misnamed": rename(f"{LIGHTNING}.z_proj.weight", f"{LIGHTNING}.gate.weight"),
     "another scalar for one fused member": double(f"{SPARSE}.k_proj.weight_scale_2"),
     "another input scale for one fused member": double("model.layers.2.mlp.up_proj.input_scale"),
 }
 # Noticed beside the one that it was made of: each could be a checkpoint of another model.
 GATES = ("attn_use_rope", "attn_use_output_gate", "use_output_gate", "use_output_norm")
 OPTIONS = (*sala_checkpoint.SIZES, "lightning_nkv", "mixer_types", *GATES, "quantization_config")
-CHANGES: dict[str, Damage] = {"gate and up swapped": swap_gate_and_up} | {
-    f"{name} forgotten": forget(name) for name in OPTIONS
-}
-
-
-def damaged(directory: Path, damage: Damage, output: Path) -> Path:
-    """A copy of a checkpoint with the damage done."""
-    checkpoint = read(directory)
-    damage(checkpoint.tensors, checkpoint.config)
-    output.mkdir()
-    save_file(checkpoint.tensors, output / "model.safetensors", metadata={"format": "pt"})
-    (output / "config.json").write_text(json.dumps(checkpoint.config))
-    return output
+CHANGES: dict[str, Damage] = {
+    "gate and up swapped": swap(*((f"{GATE}.{kind}", f"{UP}.{kind}") for kind in ("weight", "weight_scale")))
+} | {f"{name} forgotten": forget(name) for name in OPTIONS}
 
 
 def main(folder: Path) -> None:
     sala_checkpoint.make(folder)
     sglang_runtime.start(folder)
-    load_plugins()
     for name in ("bf16", "nvfp4"):
         expected = read(folder / name)
         model = check(expected, folder / name)

@@ -12,7 +12,10 @@ from transformers import AutoConfig
 from soar_prep.eagle3 import export
 from soar_prep.eagle3.draft import Draft, DraftConfig
 from soar_prep.eagle3.export import read_draft, write_draft
+from soar_prep.eagle3.nvfp4 import hold_rounded, prepare
 from soar_prep.errors import UserError
+from soar_prep.qat.linear import nvfp4_linears
+from soar_prep.settings import Activations, DraftFormat, Qat
 
 CONFIG = DraftConfig(
     hidden_size=24,
@@ -38,9 +41,39 @@ def drawn(**changes: Any) -> Draft:
     return draft
 
 
+ATTENTION, MLP = "midlayer.self_attn", "midlayer.mlp"
+KINDS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+# A power of two for each linear; those that a server fuses share one.
+INPUT_SCALES = {f"{ATTENTION}.{name}": 2.0**-7 for name in ("q_proj", "k_proj", "v_proj")} | {
+    f"{ATTENTION}.o_proj": 2.0**-8,
+    f"{MLP}.gate_proj": 2.0**-5,
+    f"{MLP}.up_proj": 2.0**-5,
+    f"{MLP}.down_proj": 2.0**-6,
+    "lm_head": 2.0**-4,
+}
+
+
+def rounded(lm_head: bool = False, activations: Activations = Activations.none) -> Draft:
+    """A draft in NVFP4: block scales and tensor scales of random weights, input scales from the table."""
+    draft = drawn(hidden_size=32, intermediate_size=48)
+    masters = {name: weight.detach().clone() for name, weight in draft.named_parameters()}
+    for name in ("self_attn.v_proj", "mlp.up_proj"):
+        masters[f"midlayer.{name}.weight"] *= 4  # alone it would have another tensor scale than its group
+    qat = Qat(DraftFormat.nvfp4, lm_head=lm_head, activations=activations)
+    prepare(draft, qat)
+    hold_rounded(draft, masters, {name: torch.tensor(scale) for name, scale in INPUT_SCALES.items()}, qat)
+    return draft
+
+
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     write_draft(drawn(), tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+@pytest.fixture
+def written_nvfp4(tmp_path: Path) -> Path:
+    write_draft(rounded(), tmp_path / "draft")
     return tmp_path / "draft"
 
 
@@ -59,6 +92,37 @@ def test_there_and_back(tmp_path: Path, changes: dict[str, Any], dtype: torch.dt
         assert torch.equal(tensor, expected[name]), name
     assert sorted(path.name for path in (tmp_path / "draft").iterdir()) == ["config.json", "model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+@pytest.mark.parametrize("activations", list(Activations), ids=str)
+@pytest.mark.parametrize("lm_head", [False, True], ids=["head in BF16", "head in NVFP4"])
+def test_nvfp4_there_and_back(tmp_path: Path, lm_head: bool, activations: Activations):
+    """Catches weights that are rounded anew on the way, a scale of another linear, and activations that are forgotten.
+
+    Written once more, what was read gives the same two files, byte for byte.
+    """
+    draft = rounded(lm_head, activations)
+    write_draft(draft, tmp_path / "draft")
+    back = read_draft(tmp_path / "draft")
+    ours, theirs = nvfp4_linears(draft), nvfp4_linears(back)
+    assert theirs.keys() == INPUT_SCALES.keys() - (set() if lm_head else {"lm_head"})
+    for name, linear in theirs.items():
+        stored, expected = linear.stored, ours[name].stored
+        assert stored is not None
+        assert expected is not None
+        assert torch.equal(stored.codes, expected.codes), name
+        assert torch.equal(stored.block_scales.view(torch.uint8), expected.block_scales.view(torch.uint8)), name
+        assert torch.equal(stored.tensor_scale, expected.tensor_scale), name
+        assert linear.input_scale == INPUT_SCALES[name], name
+        assert (linear.activations, linear.is_rounded) == (activations, True), name
+    expected_state = draft.bfloat16().state_dict()  # which is exact: e2m1 * e4m3 * a power of two
+    assert back.state_dict().keys() == expected_state.keys()
+    for name, tensor in back.state_dict().items():
+        assert tensor.dtype == expected_state[name].dtype, name
+        assert torch.equal(tensor, expected_state[name]), name
+    write_draft(back, tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "draft" / name).read_bytes()
 
 
 def test_the_draft_keeps_its_dtype(tmp_path: Path):
@@ -96,6 +160,59 @@ def test_config_by_hand(written: Path):
         "norm_output": False,
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 10, 22]},
     }
+
+
+@pytest.mark.parametrize(("lm_head", "ignored"), [(False, ["fc", "lm_head"]), (True, ["fc"])])
+def test_nvfp4_config_by_hand(tmp_path: Path, lm_head: bool, ignored: list[str]):
+    """Catches a linear that SGLang would take for NVFP4 though it is not, or the other way round."""
+    write_draft(drawn(hidden_size=32, intermediate_size=48), tmp_path / "bf16")
+    write_draft(rounded(lm_head, Activations.static), tmp_path / "nvfp4")
+    plain, found = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("bf16", "nvfp4"))
+    assert "quantization_config" not in plain
+    assert found == plain | {
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {
+                "group_0": {
+                    "weights": {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False},
+                    "input_activations": {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False},
+                    "targets": ["Linear"],
+                }
+            },
+            "ignore": ignored,
+            "producer": {"name": "soar-prep", "activations": "static"},
+        }
+    }
+
+
+def test_nvfp4_tensors_by_hand(written_nvfp4: Path):
+    """Catches nibbles in another order, a scale under another's name, groups that a server fuses with scales apart.
+
+    weight[n, k] = e2m1(code) * weight_scale[n, k // 16] * weight_scale_2, the even column in the low nibble.
+    """
+    tensors, draft = load_file(written_nvfp4 / "model.safetensors"), rounded()
+    quantized = {f"{name}.{kind}" for name in INPUT_SCALES if name != "lm_head" for kind in KINDS}
+    assert {name for name, tensor in tensors.items() if tensor.dtype not in (torch.bfloat16, torch.bool)} == (
+        quantized | {"d2t"}
+    )
+    query = [tensors[f"{ATTENTION}.q_proj.{kind}"] for kind in KINDS]
+    assert [(tensor.dtype, tensor.shape) for tensor in query] == [
+        (torch.uint8, (32, 32)),
+        (torch.float8_e4m3fn, (32, 4)),
+        (torch.float32, ()),
+        (torch.float32, ()),
+    ]
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for name, linear in nvfp4_linears(draft).items():
+        codes, block_scales, tensor_scale, input_scale = (tensors[f"{name}.{kind}"] for kind in KINDS)
+        nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).long()
+        values = torch.where(nibbles < 8, 1.0, -1.0) * magnitudes[nibbles % 8]
+        weight = values * block_scales.float().repeat_interleave(16, dim=1) * tensor_scale
+        assert torch.equal(weight, linear.weight), name
+        assert input_scale == INPUT_SCALES[name], name
+    for group in ([f"{ATTENTION}.{part}_proj" for part in "qkv"], [f"{MLP}.gate_proj", f"{MLP}.up_proj"]):
+        assert len({float(tensors[f"{name}.weight_scale_2"]) for name in group}) == 1
 
 
 def test_tensors_by_hand(written: Path):
@@ -182,6 +299,70 @@ def test_damaged_tensors(written: Path, change: Callable, text: str):
     save_file(tensors, written / "model.safetensors")
     with pytest.raises(UserError, match=text):
         read_draft(written)
+
+
+def quantization(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config["quantization_config"].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            quantization(quant_method="compressed-tensors"),
+            "is of compressed-tensors NVFP4; expected modelopt NVFP4",
+        ),
+        (quantization(quant_algo="W4A16_NVFP4"), "is of modelopt W4A16_NVFP4; expected modelopt NVFP4"),
+        (quantization(quant_algo=None), "is of modelopt None; expected modelopt NVFP4"),
+        (quantization(ignore=["lm_head"]), "ignores ['lm_head']; expected fc"),
+        (quantization(ignore=None), "ignores []; expected fc"),
+        (quantization(ignore=["fc", "down_proj"]), "ignores ['fc', 'down_proj']; expected fc"),
+        (quantization(ignore=["fc"]), "tensor lm_head.input_scale is missing"),
+        (quantization(producer={"activations": "fp8"}), "activations is 'fp8'; expected one of none, static, dynamic"),
+        (lambda c: c.pop("quantization_config"), "down_proj.input_scale is none of an EAGLE-3 draft's"),
+    ],
+)
+def test_a_quantization_of_another_kind(written_nvfp4: Path, change: Callable, text: str):
+    """Catches codes that are read as another format's, or as weights, and a draft measured as it was not trained."""
+    change_config(written_nvfp4, change)
+    with pytest.raises(UserError) as caught:
+        read_draft(written_nvfp4)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        *(
+            (lambda t, name=name: t.pop(name), f"tensor {name} is missing")
+            for name in (
+                f"{MLP}.up_proj.{kind}" for kind in ("weight", "weight_scale", "weight_scale_2", "input_scale")
+            )
+        ),
+        (
+            lambda t: t.update({"lm_head.weight_scale": t[f"{MLP}.up_proj.weight_scale"].clone()}),
+            "tensor lm_head.weight_scale is none of an EAGLE-3 draft's",
+        ),
+        (
+            lambda t: t.update({f"{MLP}.down_proj.weight": torch.zeros(32, 48)}),
+            f"{MLP}.down_proj.weight is [32, 48], config.json makes it [32, 24]",
+        ),
+        (
+            lambda t: t.update({f"{MLP}.down_proj.weight_scale_2": torch.ones(1)}),
+            f"{MLP}.down_proj.weight_scale_2 is [1], config.json makes it []",
+        ),
+    ],
+)
+def test_damaged_nvfp4_tensors(written_nvfp4: Path, change: Callable, text: str):
+    """Catches a draft that lacks a scale and is read anyway: SGLang leaves what it misses as it was drawn."""
+    tensors = load_file(written_nvfp4 / "model.safetensors")
+    change(tensors)
+    save_file(tensors, written_nvfp4 / "model.safetensors")
+    with pytest.raises(UserError) as caught:
+        read_draft(written_nvfp4)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_nothing_is_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
