@@ -77,7 +77,7 @@ def features_for(artifacts: list[Artifact], asked: str, machine: Machine) -> tup
     for feature in [] if asked == "0" else chosen(asked, machine, "--features"):
         if feature.name == "nvfp4" and not any(a.method == "modelopt" for a in artifacts):
             if any(a.method for a in artifacts):
-                notes.append("nvfp4 leaves compressed-tensors files to SGLang; soar-prep quantize layout=modelopt")
+                notes.append("nvfp4 leaves compressed-tensors files to SGLang; soar-prep quantize export=modelopt")
         elif artifacts[0].is_sala or not feature.only_sala:
             names.append(feature.name)
     return names, notes
@@ -89,7 +89,7 @@ def check_gpu(machine: Machine, artifacts: list[Artifact], features: list[str]) 
     if any(a.method for a in artifacts) and machine.gpu is None and "nvfp4" not in features:
         raise UserError(
             "SGLang has no NVFP4 linears for a CPU, and the patch those of ModelOpt's layout alone; expected files by "
-            "soar-prep quantize layout=modelopt, and the feature nvfp4"
+            "soar-prep quantize export=modelopt, and the feature nvfp4"
         )
 
 

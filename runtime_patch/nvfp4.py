@@ -63,7 +63,7 @@ def multiply(original: Callable[..., Tensor], method: Any, layer: Any, x: Tensor
     y = product(rows, weight)
     if bias is not None:
         y += bias
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def product(x: Tensor, weight: NVFP4Tensor) -> Tensor:
