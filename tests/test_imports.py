@@ -63,7 +63,19 @@ def test_order_of_the_product():
         assert inside <= set(order[:place])
 
 
+def test_the_patch_imports_the_format_and_the_checks_alone():
+    """Catches a server that drags in the toolchain, and a toolchain that knows of the server."""
+    allowed = {"errors", "fouroversix", "layouts", "qat", "checkpoint", "verify"}
+    for path in (PACKAGE.parent / "runtime_patch").rglob("*.py"):
+        assert {name.split(".")[0] for name in imported(path)} <= allowed, path
+    for path in MODULES:
+        assert "runtime_patch" not in path.read_text(), path
+
+
 LIGHT = {
+    "runtime_patch": ["torch", "transformers", "hydra", "numpy", "wandb", "datasets", "accelerate", "safetensors"],
+    "runtime_patch.hooks": ["torch", "transformers", "hydra", "wandb", "datasets", "accelerate"],
+    "runtime_patch.launch": ["transformers", "hydra", "wandb", "datasets", "accelerate"],
     "soar_prep": ["torch", "transformers", "hydra", "numpy", "wandb", "datasets", "accelerate", "safetensors"],
     "soar_prep.settings": ["torch", "transformers", "hydra", "numpy"],
     "soar_prep.cli": ["torch", "transformers", "numpy", "wandb", "datasets"],

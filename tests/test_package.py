@@ -15,7 +15,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scratch = tmp_path_factory.mktemp("package")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, scratch)
-    for name in ("soar_prep", "configs"):
+    for name in ("soar_prep", "configs", "runtime_patch"):
         shutil.copytree(ROOT / name, scratch / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
     (scratch / "dist").mkdir()
@@ -46,13 +46,16 @@ def run_installed(installed: Path, *arguments: str) -> subprocess.CompletedProce
 
 def test_wheel_holds_the_whole_program(installed: Path):
     """Catches a package or a YAML file that only an editable install sees."""
-    for tree, copy in (("soar_prep", installed / "soar_prep"), ("configs", installed / "soar_prep" / "configs")):
+    trees = {"soar_prep": "soar_prep", "configs": "soar_prep/configs", "runtime_patch": "runtime_patch"}
+    for tree, copy in ((tree, installed / place) for tree, place in trees.items()):
         for path in (ROOT / tree).rglob("*"):
             if path.suffix in (".py", ".yaml"):
                 packed = copy / path.relative_to(ROOT / tree)
                 assert packed.read_bytes() == path.read_bytes()
     (metadata,) = installed.glob("soar_prep-*.dist-info")
     assert any(metadata.rglob("LICENSE"))
+    entries = (metadata / "entry_points.txt").read_text()
+    assert "[sglang.srt.plugins]\nsoar_prep = runtime_patch:register" in entries
 
 
 def test_installed_command_finds_its_configs(installed: Path):
